@@ -13,36 +13,35 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from paceline.gateway.admin import AdminRoutes, as_json
+from paceline.gateway.billing.admission import Admission, Admitted, tokens_of
 from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
-from paceline.gateway.proxy.caller import Allowed, Caller
+from paceline.gateway.proxy.context import Allowed, Caller, RequestContext
 from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
 from paceline.gateway.proxy.passthrough.kept import RESPONSES, StoredObjects
 from paceline.gateway.proxy.proxied_request import RELAYED, ProxiedRequest
 from paceline.gateway.requests.body import Body, read_body
+from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, least_tokens, measure
-from paceline.gateway.requests.reading import read_json_bytes
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Picker
-from paceline.gateway.routing.routes import Endpoint, Route, Routes
+from paceline.gateway.routing.routes import Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.settings.engine_types import is_vectors
-from paceline.gateway.settings.prices import Used
 from paceline.gateway.upstreams.dialects import anthropic_type
 from paceline.gateway.upstreams.registry import UpstreamRegistry
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
-from paceline.http.keys import ApiKey, KeyRing, credentials
-from paceline.http.rate_limits import Hold, RateLimiter, Ticket, caller_of
+from paceline.http.keys import KeyRing
+from paceline.http.rate_limits import Hold, RateLimiter
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import SlowReaders
@@ -72,60 +71,6 @@ _SHORT: Final = 256
 _EXPECTED_SHARE: Final = 0.5
 
 
-@dataclass(slots=True, eq=False)
-class _IncomingRequest:
-    """One HTTP request at the gateway."""
-
-    gateway: Gateway
-    scope: Scope
-    # names in lower case
-    headers: Mapping[bytes, bytes]
-    receive: Receive
-    send_on: Send
-    request_id: str
-    # None: no key is required
-    key: ApiKey | None = None
-    # None: not rate-limited
-    ticket: Ticket | None = None
-    # whether the answer has begun
-    started: bool = False
-    # rate-limit headers once the request is settled; None: as they are now
-    settled: Callable[[], Headers] | None = None
-
-    @property
-    def path(self) -> str:
-        path: str = self.scope["path"]
-        return path
-
-    @property
-    def method(self) -> str:
-        method: str = self.scope["method"]
-        return method
-
-    async def send(self, message: Message) -> None:
-        """Send a message, and common headers with the head. A method, because a closure over its
-        request would be a reference cycle."""
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], *self.begin()]
-        await self.send_on(message)
-
-    def begin(self) -> Headers:
-        """Start the answer and return the headers that every answer has."""
-        self.started = True
-        headers = [(b"x-request-id", self.request_id.encode())]
-        if self.settled is not None:
-            headers += self.settled()
-        elif self.ticket is not None:
-            headers += self.ticket.headers()
-        if self.gateway.draining:
-            headers.append((b"connection", b"close"))
-        return headers
-
-    @property
-    def tenant(self) -> str:
-        return "" if self.key is None else self.key.name
-
-
 class Gateway:
     """ASGI application over the engines of one configuration."""
 
@@ -135,7 +80,7 @@ class Gateway:
         self.config = config
         self.now = now
         self.keys = keys
-        self.upstreams = UpstreamRegistry(config, now)
+        self.upstreams = UpstreamRegistry(config, now, lambda: self.flow_control.pump())
         self.routes = Routes(config, self.upstreams.by_name)
         self.slow_readers = SlowReaders()
         self.metrics = GatewayMetrics()
@@ -146,7 +91,6 @@ class Gateway:
         self.flow_control = FlowControl(
             config, self._picker, now, lambda: self.upstreams.has_bounds
         )
-        self.upstreams.on_tick = self.flow_control.pump
         self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         self._hedges = HedgeBudget(config.hedge_share)
         self._lengths = Lengths()
@@ -155,6 +99,7 @@ class Gateway:
         if self._limiter is not None:
             self.metrics.registry.register(self._limiter)
         self.spending = Spending(config)
+        self._admission = Admission(self.spending, self._limiter)
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self._admin = AdminRoutes(self)
@@ -172,17 +117,13 @@ class Gateway:
         else:
             request_id = f"{random.getrandbits(128):032x}"
 
-        incoming = _IncomingRequest(self, scope, headers, receive, send, request_id)
+        incoming = IncomingRequest(scope, headers, receive, send, request_id, self._common_headers)
         try:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
-            incoming.key = self.keys.check(scope["path"], credentials(headers))
+            incoming.authenticate(self.keys)
             if self._limiter is not None and incoming.path in _LIMITED:
-                incoming.ticket = self._limiter.ticket(
-                    caller_of(incoming.tenant, scope.get("client"))
-                )
-                if incoming.ticket is not None:
-                    await self._limiter.enter(incoming.ticket)
+                await incoming.enter(self._limiter)
             await self._answer(incoming)
         except ClientDisconnectedError:
             pass
@@ -198,12 +139,15 @@ class Gateway:
         finally:
             scope.get("extensions", {}).pop(BODY_WRITER, None)
 
-    async def _answer(self, incoming: _IncomingRequest) -> None:
+    def _common_headers(self) -> Headers:
+        return [(b"connection", b"close")] if self.draining else []
+
+    async def _answer(self, incoming: IncomingRequest) -> None:
         path, method, send = incoming.path, incoming.method, incoming.send
         if path in RELAYED:
             if method != "POST":
                 raise HttpError(405, f"{path} takes POST, not {method}")
-            await self._relay(incoming)
+            await self._proxy(incoming)
             return
         handler = self._admin.find(path)
         if handler is not None:
@@ -226,121 +170,115 @@ class Gateway:
 
     # ---------------------------------------------------------------- requests
 
-    async def _relay(self, incoming: _IncomingRequest) -> None:
+    async def _proxy(self, incoming: IncomingRequest) -> None:
+        """Read a request, reserve what it may use, and relay it."""
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
-        tenant = incoming.tenant
-        body = read_body(
-            await read_json_bytes(incoming.receive, incoming.headers, self.config.max_body_size)
-        )
+        path, tenant = incoming.path, incoming.tenant
+        body = read_body(await incoming.read_json(self.config.max_body_size))
         size = measure(body.fields)
         tokens = self._bytes_per_token.tokens(body.model, size)
-        route = self.routes.find(body.model, tokens).serving(incoming.path, body)
+        route = self.routes.find(body.model, tokens).serving(path, body)
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
-        if incoming.path == RESPONSES:
+        if path == RESPONSES:
             route = await self.stored.bound(route, body, tenant)
         allowed = Allowed.parse(incoming.headers.get(b"x-paceline-allow"))
 
         def other(model: str) -> Route:
             found = self.routes.find(model, tokens, local_only=route.local_only)
-            return found.serving(incoming.path, body)
+            return found.serving(path, body)
 
         def plan(where: Route) -> Plan:
             return Plan.of(
-                incoming.path, body, endpoints_of(where), size, tokens, self._lengths, where.model,
+                path, body, endpoints_of(where), size, tokens, self._lengths, where.model,
                 self.config.default_max_tokens,
             )  # fmt: skip
 
-        charge = await self.spending.reserve(
-            tenant, route, plan, other if allowed.fallback else None
+        admitted = await self._admission.admit(
+            incoming, route, body, plan, other if allowed.fallback else None
         )
-        hold: Hold | None = None
         proxied: ProxiedRequest | None = None
         try:
-            if charge.granted is not None and charge.plan is not None:
-                body = charge.plan.capped(body, charge.granted)
-            if incoming.ticket is not None and self._limiter is not None:
-                planned = charge.plan or plan(charge.route)
-                hold = await self._limiter.hold(incoming.ticket, planned.tokens())
-                if hold.window is not None:
-                    body = planned.capped(body, planned.granted(hold.tokens.__sub__))
-            proxied = self._proxied(incoming, body, charge.route, route, size, tokens, allowed)
-            if incoming.path == RESPONSES:
-                self.stored.watch(proxied, tenant)
-            if hold is not None:
-                incoming.settled = partial(_headers_settled, hold, proxied)
-            await self._run(proxied, body, size)
+            demand = self._demand(path, admitted.body, admitted.charge.route, size, tokens, tenant)
+            context = self._context(incoming, admitted, route, size, demand, allowed)
+            proxied = ProxiedRequest(context)
+            if admitted.hold is not None:
+                incoming.settle_with(partial(_headers_settled, admitted.hold, proxied))
+            await self._relay(proxied)
         finally:
-            incoming.settled = None
+            incoming.settle_with(None)
             usage = () if proxied is None else proxied.usage_by_endpoint()
-            self.spending.settle(charge, usage)
             if proxied is not None:
                 proxied.close()
-            if hold is not None and self._limiter is not None:
-                await self._limiter.settle(hold, _tokens(usage))
+            await self._admission.settle(admitted, usage)
 
-    def _proxied(
-        self,
-        incoming: _IncomingRequest,
-        body: Body,
-        route: Route,
-        asked: Route,
-        size: PromptSize,
-        tokens: float,
-        allowed: Allowed,
-    ) -> ProxiedRequest:
-        trace = self.tracing.begin(
-            incoming.path, asked.model, incoming.request_id, incoming.scope["headers"], self.now()
-        )
-        return ProxiedRequest(
-            config=self.config,
-            picker=self._picker,
-            flow_control=self.flow_control,
-            budget=self.budget,
-            hedges=self._hedges,
-            metrics=self.metrics,
-            now=self.now,
-            path=incoming.path,
-            body=body,
-            route=route,
-            asked=asked.shown,
-            demand=self._demand(incoming.path, body, route, size, tokens, incoming.tenant),
-            caller=Caller(
-                incoming.request_id,
-                incoming.tenant,
-                allowed,
-                incoming.scope["headers"],
-                Caller.salt_of(self._salt, incoming.tenant),
-                incoming.headers.get(b"x-stainless-retry-count", b"0") != b"0",
-                trace,
-            ),
-            incoming=incoming,
-            receive=incoming.receive,
-        )
-
-    async def _run(self, proxied: ProxiedRequest, body: Body, size: PromptSize) -> None:
+    async def _relay(self, proxied: ProxiedRequest) -> None:
+        """Run a request that was admitted to the end of its answer, and learn from it."""
         self.in_flight += 1
         self.idle.clear()
         try:
             await proxied.run()
-            self._learn(proxied, body, size)
+            self._learn(proxied)
         finally:
-            if proxied.trace is not NO_TRACE:
-                proxied.trace.close(proxied.used, self.now())
+            trace = proxied.context.caller.trace
+            if trace is not NO_TRACE:
+                trace.close(proxied.used, self.now())
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
 
-    def _learn(self, proxied: ProxiedRequest, body: Body, size: PromptSize) -> None:
+    def _learn(self, proxied: ProxiedRequest) -> None:
         """Learn lengths and bytes per token from a request that has ended."""
-        route = proxied.route
+        context = proxied.context
+        route, body = context.route, context.body
         if made := proxied.num_output_tokens:
             self._lengths.learn(route.model, math.ceil(made / body.num_made))
         if (counted := proxied.counted) is not None:
             names = {route.model} if route.asked else {route.model, body.model}
             for name in names - {""}:
-                self._bytes_per_token.learn(name, size, counted.prompt)
+                self._bytes_per_token.learn(name, context.size, counted.prompt)
+
+    def _context(
+        self,
+        incoming: IncomingRequest,
+        admitted: Admitted,
+        asked: Route,
+        size: PromptSize,
+        demand: Demand,
+        allowed: Allowed,
+    ) -> RequestContext:
+        """Gather what is given of a request; ``asked``: the route that its caller asked for."""
+        now, path, scope = self.now(), incoming.path, incoming.scope
+        trace = self.tracing.begin(path, asked.model, incoming.request_id, scope["headers"], now)
+        return RequestContext(
+            config=self.config,
+            picker=self._picker,
+            flow_control=self.flow_control,
+            retry_budget=self.budget,
+            hedge_budget=self._hedges,
+            metrics=self.metrics,
+            now=self.now,
+            incoming=incoming,
+            caller=Caller(
+                incoming.request_id,
+                incoming.tenant,
+                allowed,
+                scope["headers"],
+                Caller.salt_of(self._salt, incoming.tenant),
+                incoming.headers.get(b"x-stainless-retry-count", b"0") != b"0",
+                trace,
+            ),
+            path=path,
+            body=admitted.body,
+            size=size,
+            route=admitted.charge.route,
+            model=asked.shown,
+            demand=demand,
+            arrived=now,
+            wake=asyncio.Event(),
+            watch=self.stored.watch(incoming.tenant) if path == RESPONSES else None,
+        )
 
     async def reload(self, config: GatewayConfig, keys: KeyRing) -> list[str]:
         """Switch to another configuration and return the changes in words. Running requests end
@@ -362,7 +300,7 @@ class Gateway:
         self.config, self.keys = config, keys
         self.routes = Routes(config, self.upstreams.by_name)
         self.flow_control.change(config)
-        self._picker.slow_factor = config.slow_factor
+        self._picker.change(config.slow_factor)
         self.flow_control.pump()
         return told + fixed
 
@@ -404,9 +342,7 @@ class Gateway:
         if upstream is None:
             known = ", ".join(sorted(self.upstreams.by_name))
             raise HttpError(404, f"there is no engine {name}; there are {known}")
-        if upstream.draining and not drain:
-            upstream.back_at = self.now()
-        upstream.draining = drain
+        upstream.drain(on=drain, now=self.now())
         _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
         return as_json(200, {"engine": name, "draining": drain, "requests": len(upstream.running)})
 
@@ -419,13 +355,9 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
 
 
-def _tokens(usage: Sequence[tuple[Endpoint, Used]]) -> int:
-    return sum(used.prompt + used.output for _, used in usage)
-
-
 def _headers_settled(hold: Hold, proxied: ProxiedRequest) -> Headers:
     """Rate-limit headers; a stream that is not over counts as what was reserved for it."""
-    return hold.headers(_tokens(proxied.usage_by_endpoint()) if proxied.is_over else hold.tokens)
+    return hold.headers(tokens_of(proxied.usage_by_endpoint()) if proxied.is_over else hold.tokens)
 
 
 def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:

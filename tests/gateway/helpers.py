@@ -13,6 +13,8 @@ import httpx
 
 from paceline.gateway import EngineConfig, Gateway, GatewayConfig
 from paceline.gateway.lifecycle import make_server
+from paceline.gateway.streams.openai_stream import OpenAIStreamRelay, StreamRelay
+from paceline.gateway.streams.passthrough_stream import PASSTHROUGH
 from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.listening import bind
 from tests.gateway.fault_server import Engine, Step, chat_chunks
@@ -27,6 +29,7 @@ __all__ = [
     "configured",
     "gateway_over",
     "is_clean",
+    "make_relay",
     "pieces",
     "prefer_others",
     "refused",
@@ -51,6 +54,11 @@ VLLM = (
     "vllm:num_requests_waiting 0.0\nvllm:num_requests_running 0.0\n"
     "vllm:kv_cache_usage_perc 0.9\nvllm:num_preemptions_total 0.0\n"
 )
+
+
+def make_relay(path: str, **openai: Any) -> StreamRelay:
+    """The relay of a path; ``openai``: see ``OpenAIStreamRelay``."""
+    return PASSTHROUGH[path]() if path in PASSTHROUGH else OpenAIStreamRelay(**openai)
 
 
 def pieces(count: int, *, ids: bool = True, then: str = "cut") -> Step:

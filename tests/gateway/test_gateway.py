@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.gateway.proxy.attempt import Attempt
-from paceline.gateway.proxy.downstream import Downstream
 from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.proxied_request import ProxiedRequest
 from paceline.gateway.proxy.response import Response
-from paceline.gateway.proxy.retry_state import RetryState
+from paceline.gateway.proxy.upstream_request import UpstreamRequest
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -91,7 +90,7 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
     """What is left of one is found free at once: nothing of it points in circles."""
     good, kinds = (
         GOOD if stream else WHOLE,
-        {ProxiedRequest, Response, Downstream, Attempt, Placement, RetryState},
+        {ProxiedRequest, Response, UpstreamRequest, Attempt, Placement},
     )
 
     def left() -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from paceline.gateway.settings.config import EngineKind
-from paceline.gateway.streams.openai_stream import make_relay
 from tests.gateway.fault_server import Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -19,6 +18,7 @@ from tests.gateway.helpers import (
     configured,
     gateway_over,
     is_clean,
+    make_relay,
     streamed,
     text_of,
     until,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.proxy.caller import Caller
+from paceline.gateway.proxy.context import Caller
 from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (

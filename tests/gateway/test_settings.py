@@ -327,7 +327,7 @@ async def test_a_caller_who_reads_slowly_holds_its_engine_back() -> None:
         held: list[int] = []
         for _ in range(40):
             await asyncio.sleep(0.02)
-            held.append(attempt._owner.downstream.num_waiting)  # type: ignore[attr-defined]
+            held.append(attempt._owner._response.num_waiting)  # type: ignore[attr-defined]
         # of more than 3 MB no more than a read or two beyond the bound is held
         assert max(held) < 600_000 and held[-1] == held[-5]
         assert attempt.connection.is_paused  # type: ignore[attr-defined]

@@ -9,10 +9,10 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from paceline.gateway.observability.tracing import NO_ATTEMPT, AttemptTrace, Trace
+from paceline.gateway.observability.tracing import NO_ATTEMPT, AttemptTrace
+from paceline.gateway.proxy.context import RequestContext
 from paceline.gateway.proxy.upstream_request import RESUMABLE
 from paceline.gateway.routing.routes import Endpoint
-from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.dialects import Translator
 from paceline.gateway.upstreams.refusals import cooldown_of, refusal_in
@@ -36,20 +36,16 @@ _STREAMED: Final = RESUMABLE | {"/v1/responses", "/v1/messages"}
 class AttemptOwner(Protocol):
     """Owner of an attempt: ``ProxiedRequest``."""
 
-    config: GatewayConfig
-    # clock, monotonic seconds
-    now: Callable[[], float]
-    # set when the request's task has something to do
-    wake: asyncio.Event
-    # relay of the streamed answer; None: not streamed
-    relay: StreamRelay | None
-    trace: Trace
-    # the request names a stored object: if the engine lacks that, it may still have the model
-    names_stored: bool
-
     # send a part to the caller; ``write_last`` also ends the answer
     write: Callable[[bytes], None]
     write_last: Callable[[bytes], None]
+
+    @property
+    def context(self) -> RequestContext: ...
+    @property
+    def relay(self) -> StreamRelay | None:
+        """Relay of the streamed answer; None: it is not streamed."""
+        ...
 
     def first_token(self, now: float) -> None: ...
     def spare_spoke(self, attempt: Attempt) -> None:
@@ -60,10 +56,6 @@ class AttemptOwner(Protocol):
 
     def may_leave(self, attempt: Attempt) -> bool:
         """Whether the attempt may leave an engine that gives no sign of life."""
-        ...
-
-    def sent(self, attempt: Attempt) -> None:
-        """Note that the request was sent to the engine."""
         ...
 
     def again(
@@ -97,6 +89,7 @@ class Attempt:
         dispatch: Dispatch,
         hedge_relay: StreamRelay | None = None,
     ) -> None:
+        context, now = request.context, request.context.now()
         self.endpoint = endpoint
         self.status = 0
         self.headers: Headers = []
@@ -105,15 +98,15 @@ class Attempt:
         self.connection: Connection | None = None
         # ended through no fault of the engine
         self.was_abandoned = False
-        self._owner = request
+        self._owner, self._context = request, context
         self._upstream = endpoint.upstream
-        self._standing = endpoint.upstream.standings.of(endpoint.model, request.now())
+        self._standing = endpoint.upstream.standings.of(endpoint.model, now)
         # no connection, or no sign of life: the failure is the engine's, not the model's
         self._is_of_engine = False
         self._dispatch = dispatch
         self._streams = False
         # times of the last part of the answer, and of the last bytes of any kind
-        self._heard_at = self._sign_at = request.now()
+        self._heard_at = self._sign_at = now
         # the connection's ``num_reads`` at the last tick
         self._num_reads = 0
         # a part of the answer came since the last tick. Comments, pings and framing do not count:
@@ -125,7 +118,7 @@ class Attempt:
         # fields that the gateway added and the engine refused
         self._left_out: frozenset[str] = frozenset()
         self._connecting: asyncio.Task[None] | None = None
-        self._path = ""
+        self._path = context.path
         self._translator: Translator | None = None
         self._trace: AttemptTrace = NO_ATTEMPT
         self._hedge_relay = hedge_relay
@@ -155,15 +148,15 @@ class Attempt:
         """Whether the request was sent to the engine."""
         return self.connection is not None
 
-    def send(self, path: str, request: bytes) -> None:
+    def send(self, request: bytes) -> None:
         """Send the request on an open or a new connection; a failure becomes the verdict."""
-        upstream, now = self._upstream, self._owner.now()
+        upstream, context = self._upstream, self._context
+        now = context.now()
         upstream.running.add(self)
         upstream.breaker.begin(now)
-        self._standing.begin(path, now)
+        self._standing.begin(self._path, now)
         hedge = self._hedge_relay is not None
-        self._trace = self._owner.trace.attempt(self.endpoint, self._tokens_before, hedge, now)
-        self._path = path
+        self._trace = context.caller.trace.attempt(self.endpoint, self._tokens_before, hedge, now)
         self._ask(request)
 
     def _ask(self, request: bytes) -> None:
@@ -192,7 +185,8 @@ class Attempt:
     def _send_on(self, connection: Connection) -> None:
         self.connection = connection
         connection.send(self._request, self)
-        self._owner.sent(self)
+        # also of a hedge: its engine computes the prefix, too
+        self._upstream.load.prefixes.add(self._context.demand.prefix)
 
     # ---------------------------------------------------------------- Sink
 
@@ -223,7 +217,7 @@ class Attempt:
             self._translator = self._upstream.dialect.translator(self._path)
             plain = self._translator is None and self._hedge_relay is None
             self.on_data = self._relay_stream if plain else self._take_stream
-        self._heard_at = self._sign_at = self._owner.now()
+        self._heard_at = self._sign_at = self._context.now()
 
     def _keep_whole(self, data: bytes) -> None:
         self._has_moved = True
@@ -292,7 +286,7 @@ class Attempt:
         if relay.num_events != parts or relay.is_in_long:
             self._has_moved = True
         if relay.emitted and self._dispatch.first_at is None:
-            now = owner.now()
+            now = self._context.now()
             self._dispatch.first_token(now)
             self._trace.first_token(now)
             owner.first_token(now)
@@ -337,7 +331,7 @@ class Attempt:
         self._kept.clear()
         self.on_data = self._keep_whole
         self.connection, self._num_reads = None, 0
-        self._heard_at = self._sign_at = self._owner.now()
+        self._heard_at = self._sign_at = self._context.now()
         self._ask(request)
 
     def on_lost(self, why: str) -> None:
@@ -399,7 +393,7 @@ class Attempt:
 
     def _stalled(self, now: float) -> str:
         """Return why the attempt has stalled; empty while it has time left."""
-        config = self._owner.config
+        config = self._context.config
         limit = config.stall_timeout
         if not self.status or (self._streams and not self._dispatch.first_at):
             limit = config.first_byte_timeout
@@ -415,8 +409,8 @@ class Attempt:
 
     def engine_gone(self, why: str) -> bool:
         """Give a silent engine up, unless it was asked only a moment ago; see ``Running``."""
-        waited = self._owner.now() - self._sign_at
-        config = self._owner.config
+        waited = self._context.now() - self._sign_at
+        config = self._context.config
         if waited <= config.silence or not (
             waited > config.stall_timeout or self._owner.may_leave(self)
         ):
@@ -445,7 +439,7 @@ class Attempt:
     def _end(self, verdict: Verdict | None) -> None:
         if self.verdict is not None:
             return
-        now = self._owner.now()
+        now = self._context.now()
         upstream = self._upstream
         self.verdict = verdict or Verdict("lost", "abandoned")
         self.on_data = _drop
@@ -463,7 +457,7 @@ class Attempt:
         self._count(verdict, now)
         if self.connection is not None and (verdict is None or verdict.kind == "lost"):
             self.connection.drop()
-        self._owner.wake.set()
+        self._context.wake.set()
 
     def _count(self, verdict: Verdict | None, now: float) -> None:
         """Inform the breakers of engine and model; note a cooldown that was asked for."""
@@ -478,7 +472,7 @@ class Attempt:
             standing.cool_down(now + cooldown_of(self.status, self.headers))
         outcome = self._outcome(verdict, now)
         if outcome in ("failed", "missing") or (verdict is not None and self._is_of_engine):
-            upstream.failed_at = now
+            upstream.note_failure(now)
         standing.end(self._path, outcome, now)
 
     def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
@@ -488,7 +482,7 @@ class Attempt:
         if verdict.kind != "refused":
             return "ok" if verdict.kind == "done" else "failed"
         return outcome_of_refusal(
-            self.status, self.headers, names_stored=self._owner.names_stored,
+            self.status, self.headers, names_stored=self._context.names_stored,
             cooling_down=self._standing.cooldown_left(now) > 0.0,
         )  # fmt: skip
 

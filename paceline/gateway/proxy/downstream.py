@@ -1,17 +1,19 @@
-"""The caller's connection for one request, and what waits to be written to it."""
+"""The caller's connection for one request, and what waits to be written to it.
+
+This module does not know where an answer comes from: ``Response``, which extends it, does.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Protocol
+from typing import Final
 
-from starlette.types import Scope, Send
-
+from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.http.shortcut import BODY_WRITER, AnswerWriter
 from paceline.http.sse import KEEP_ALIVE, STREAM_HEADERS
 from paceline.http.upstream import Headers
 
-__all__ = ["Downstream", "DownstreamSource"]
+__all__ = ["Downstream"]
 
 # bytes that may wait for the caller before the engine's connection is paused
 _MAX_BACKLOG: Final = 64 * 1024
@@ -31,33 +33,6 @@ _STREAM_HEADERS: Final = tuple(
 )
 
 
-class DownstreamRequest(Protocol):
-    """HTTP request as ``app`` hands it over."""
-
-    @property
-    def scope(self) -> Scope: ...
-    @property
-    def send(self) -> Send: ...
-
-    def begin(self) -> Headers:
-        """Start the answer and return the headers that every answer has. For code that bypasses
-        ``send``, which adds them itself."""
-        ...
-
-
-class DownstreamSource(Protocol):
-    """The sender of what is written: ``Response``."""
-
-    def head(self) -> tuple[Headers, Headers] | None:
-        """Return the engine's headers for a stream that starts now, and the gateway's notes; None:
-        no engine is answering."""
-        ...
-
-    def hold_back(self) -> None:
-        """Pause the engine: too much waits for the caller."""
-        ...
-
-
 class Downstream:
     """Writes go out at once if the connection takes them; otherwise they wait for the
     request's task to flush them.
@@ -69,15 +44,14 @@ class Downstream:
 
     def __init__(
         self,
-        incoming: DownstreamRequest,
+        incoming: IncomingRequest,
         *,
         stream: bool,
         wake: asyncio.Event,
-        source: DownstreamSource,
         now: float,
     ) -> None:
         self._writer: AnswerWriter | None = incoming.scope.get("extensions", {}).get(BODY_WRITER)
-        self._incoming, self._source, self._stream, self._wake = incoming, source, stream, wake
+        self._incoming, self._stream, self._wake = incoming, stream, wake
         self._backlog = bytearray()
         # an earlier part is being sent to a slow caller
         self._flushing = False
@@ -90,6 +64,14 @@ class Downstream:
         # ticks since the last write, and the time of the first of them
         self._quiet_for = 0
         self._quiet_since = now
+
+    def stream_head(self) -> tuple[Headers, Headers] | None:
+        """Return the engine's headers for a stream that starts now, and the gateway's notes; None:
+        no engine is answering."""
+        return None
+
+    def hold_back(self) -> None:
+        """Pause the engine: too much waits for the caller."""
 
     @property
     def sees_hang_ups(self) -> bool:
@@ -114,7 +96,7 @@ class Downstream:
             return
         self._backlog += data
         if len(self._backlog) > _MAX_BACKLOG:
-            self._source.hold_back()
+            self.hold_back()
         self._wake.set()
 
     def write_last(self, data: bytes) -> None:
@@ -141,7 +123,7 @@ class Downstream:
 
     def _start_with(self, data: bytes, writer: AnswerWriter) -> bool:
         """Send head and first part in one write; False: not possible now."""
-        found = self._source.head() if self._stream else None
+        found = self.stream_head() if self._stream else None
         if found is None:
             return False
         self.started = writer.start(
@@ -177,7 +159,7 @@ class Downstream:
             self.gone = True
             self._wake.set()
 
-    async def start(self, status: int, headers: Headers, told: Headers) -> None:
+    async def send_head(self, status: int, headers: Headers, told: Headers) -> None:
         """Send the head: ``told``, and the engine's headers that callers get."""
         self.started = True
         found = [*self._kept(status, headers), *told]
@@ -185,18 +167,18 @@ class Downstream:
             {"type": "http.response.start", "status": status, "headers": found}
         )
 
-    async def whole(self, status: int, headers: Headers, told: Headers, body: bytes) -> None:
-        """Send an answer that is not a stream; arguments as for ``start``."""
+    async def send_whole(self, status: int, headers: Headers, told: Headers, body: bytes) -> None:
+        """Send an answer that is not a stream; arguments as for ``send_head``."""
         writer = self._writer
         if writer is not None and not self._stream:
             found = [*self._kept(status, headers), *told, *self._incoming.begin()]
             if writer.whole(status, found, body):
                 self.started = True
                 return
-        await self.start(status, headers, [*told, (b"content-length", b"%d" % len(body))])
+        await self.send_head(status, headers, [*told, (b"content-length", b"%d" % len(body))])
         await self.end(body)
 
-    async def flush(self) -> None:
+    async def send_waiting(self) -> None:
         """Send what waits; returns once a slow caller has read enough, or hung up."""
         data, self._backlog = bytes(self._backlog), bytearray()
         self._quiet_for = 0
@@ -207,10 +189,6 @@ class Downstream:
             )
         finally:
             self._flushing = False
-
-    def close(self) -> None:
-        """Drop references after the last write. See ``ProxiedRequest.close``."""
-        del self._source
 
     async def end(self, body: bytes = b"") -> None:
         """Send the rest of an answer and end it, unless it has ended."""

@@ -14,46 +14,47 @@ budget that pays for retries.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from paceline.errors import RequestError
-from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.proxy.attempt import Attempt, AttemptOwner
-from paceline.gateway.proxy.retry_state import RetryState
+from paceline.gateway.proxy.context import RequestContext
+from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.upstream_request import UpstreamRequest
-from paceline.gateway.requests.body import Body
-from paceline.gateway.routing.picker import Pick, Picker
+from paceline.gateway.routing.picker import Pick
 from paceline.gateway.routing.routes import Endpoint
-from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.http.errors import HttpError
-from paceline.routing import Demand, HedgeBudget, hedge_delay, is_worth_it, saturation
+from paceline.routing import hedge_delay, is_worth_it, saturation
 
 __all__ = ["Hedge"]
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What changed while two attempts run, or may run, at once."""
+
+    # the hedge was sent
+    sent: bool = False
+    # attempt that failed, while the other one goes on
+    failed: Attempt | None = None
+    # the hedge, if it answers the request from now on
+    answers: Attempt | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Hedge:
     """The hedge of one streamed request. Times are arguments, in seconds of a monotonic clock."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        budget: HedgeBudget,
-        picker: Picker,
-        retries: RetryState,
-        demand: Demand,
-        body: Body,
-        upstream_request: UpstreamRequest,
-        metrics: GatewayMetrics,
-    ) -> None:
-        self._config, self._budget, self._picker = config, budget, picker
-        self._retries, self._demand = retries, demand
-        self._upstream_request, self._metrics = upstream_request, metrics
-        # no hedge for work that can wait, nor for answers that would be paid for several times
-        self.is_wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
-        self._due_at: float | None = None
-        self._sent_at = 0.0
-        # the second attempt, while both run
-        self._spare: Attempt | None = None
+    context: RequestContext
+    placement: Placement
+    upstream_request: UpstreamRequest
+    # time at which the first attempt counts as late; None: never, or a hedge was decided on
+    _due_at: float | None = None
+    # time at which the first attempt was sent
+    _sent_at: float = 0.0
+    # the second attempt, while both run
+    _spare: Attempt | None = None
 
     @property
     def spare(self) -> Attempt | None:
@@ -62,43 +63,66 @@ class Hedge:
 
     def arm(self, pick: Pick, now: float) -> None:
         """Set the time at which the first attempt counts as late."""
-        if self.is_wanted:
-            self._budget.deposit()
-            delay = hedge_delay(pick.endpoint.upstream.load, pick.view, self._config.hedge_after)
-            self._sent_at = now
-            self._due_at = None if delay is None else now + delay
+        context = self.context
+        context.hedge_budget.deposit()
+        delay = hedge_delay(pick.endpoint.upstream.load, pick.view, context.config.hedge_after)
+        self._sent_at = now
+        self._due_at = None if delay is None else now + delay
 
     def is_due(self, now: float) -> bool:
         return self._due_at is not None and now >= self._due_at
 
-    def send(
-        self, first: Endpoint, owner: AttemptOwner, path: str, new_relay: Callable[[], StreamRelay]
-    ) -> bool:
-        """Send the request to a second engine, if there is one for it; return whether it was sent.
+    def check(
+        self, first: Attempt, owner: AttemptOwner, new_relay: Callable[[], StreamRelay]
+    ) -> Change:
+        """Send the hedge if it is due; decide which attempt goes on if one has failed, or if the
+        second engine has sent its answer in one piece instead of a stream.
 
         Args:
+            first: the attempt that answers so far.
             owner: owner of the second attempt.
             new_relay: makes a relay that watches the second engine's output for a token.
         """
-        now = owner.now()
+        sent = self.is_due(self.context.now()) and self._send(first.endpoint, owner, new_relay)
+        spare, verdict = self._spare, first.verdict
+        if spare is None:
+            return Change(sent)
+        if spare.verdict is not None and not spare.is_answer:
+            self._spare = None
+            self.context.metrics.hedged(spare.endpoint, "failed")
+            return Change(sent, failed=spare)
+        if verdict is not None and verdict.kind != "done" and not first.is_final:
+            return Change(sent, failed=first, answers=self.take(won=spare.is_answer))
+        if spare.is_answer and verdict is None:
+            first.abandon()
+            return Change(sent, answers=self.take(won=True))
+        return Change(sent)
+
+    def _send(
+        self, first: Endpoint, owner: AttemptOwner, new_relay: Callable[[], StreamRelay]
+    ) -> bool:
+        """Send the request to a second engine, if there is one for it; return whether it was
+        sent."""
+        context = self.context
+        now = context.now()
         pick = self._pick(first, now)
         if pick is None:
             return False
         endpoint = pick.endpoint
         try:
-            request = self._upstream_request.encode(endpoint, resumed=False)
+            request = self.upstream_request.encode(endpoint, resumed=False)
         except RequestError:
             # the second engine's API cannot express the request: that does not concern the first
             # attempt, and nothing is paid for it
             return False
-        if not self._retries.may_hedge(now):
+        if not self.placement.may_hedge(now):
             return False
-        self._budget.take()
-        self._retries.num += 1
-        dispatch = endpoint.upstream.load.dispatch(self._demand, pick.view, now)
+        context.hedge_budget.take()
+        self.placement.note_sent()
+        dispatch = endpoint.upstream.load.dispatch(context.demand, pick.view, now)
         self._spare = Attempt(owner, endpoint, dispatch, hedge_relay=new_relay())
-        self._metrics.attempt(endpoint, resumed=False, fallback=False)
-        self._spare.send(path, request)
+        context.metrics.attempt(endpoint, resumed=False, fallback=False)
+        self._spare.send(request)
         return True
 
     def first_spoke(self) -> None:
@@ -106,22 +130,8 @@ class Hedge:
         self._due_at = None
         spare, self._spare = self._spare, None
         if spare is not None:
-            self._metrics.hedged(spare.endpoint, "lost")
+            self.context.metrics.hedged(spare.endpoint, "lost")
             spare.abandon()
-
-    def second_failed(self) -> Attempt | None:
-        """Return the second attempt, once, if it failed before the first engine answered."""
-        spare = self._spare
-        if spare is None or spare.verdict is None or spare.is_answer:
-            return None
-        self._spare = None
-        self._metrics.hedged(spare.endpoint, "failed")
-        return spare
-
-    @property
-    def second_answered(self) -> bool:
-        """Whether the second engine sent its answer in one piece instead of a stream."""
-        return self._spare is not None and self._spare.is_answer
 
     def take(self, *, won: bool) -> Attempt:
         """Return the second attempt, to answer the request from now on.
@@ -132,7 +142,7 @@ class Hedge:
         spare, self._spare = self._spare, None
         assert spare is not None, "there are two"
         if won:
-            self._metrics.hedged(spare.endpoint, "won")
+            self.context.metrics.hedged(spare.endpoint, "won")
         return spare
 
     def end(self) -> None:
@@ -145,20 +155,14 @@ class Hedge:
     def _pick(self, first: Endpoint, now: float) -> Pick | None:
         """Choose the second engine; None: no hedge is sent."""
         self._due_at = None
-        if not (self._budget.has_one and self._retries.may_hedge(now, peek=True)):
+        context, placement = self.context, self.placement
+        if not (context.hedge_budget.has_one and placement.may_hedge(now, peek=True)):
             return None
-        route = self._retries.route
-        tier = next(endpoints for endpoints in route.tiers if first in endpoints)
         try:
-            pick = self._picker.pick(
-                route,
-                self._demand,
-                now,
-                tried={*self._retries.tried, first.upstream.name},
-                only=lambda endpoint: endpoint in tier and endpoint.model == first.model,
-            )
+            pick = placement.pick_second(first, now)
         except HttpError:
             return None
+        tier = placement.tier_of(first)
         candidates = [
             pick.endpoint,
             *(endpoint for endpoint in tier if endpoint is not pick.endpoint),
@@ -166,10 +170,8 @@ class Hedge:
         full = [
             saturation(endpoint.upstream.load, endpoint.upstream.max_slots, now)
             for endpoint in candidates
-            if not endpoint.usable(now, route.path)
+            if not endpoint.usable(now, context.path)
         ]
         waited = now - self._sent_at
-        below = self._config.hedge_below
-        if not is_worth_it(self._demand, waited, pick.view, full, below):
-            return None
-        return pick
+        below = context.config.hedge_below
+        return pick if is_worth_it(context.demand, waited, pick.view, full, below) else None

@@ -1,126 +1,301 @@
-"""Placement of a request at an engine: the wait for a free slot and for engines' cooldowns, unless
-its caller hangs up meanwhile."""
+"""Placement of one request's attempts: where the next one goes, and whether there may be one.
+
+One budget pays for every attempt after a request's first, and ``max_attempts`` bounds the attempts
+of a request, over all tiers and for whatever reason they are made.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
-from paceline.gateway.proxy.caller import Caller
-from paceline.gateway.proxy.response import Response
-from paceline.gateway.proxy.retry_state import RetryState
-from paceline.gateway.requests.body import Body
+from paceline.gateway.proxy.context import RequestContext
+from paceline.gateway.proxy.upstream_request import RESUMABLE, takes_ids
 from paceline.gateway.routing.endpoint_queue import Queued
-from paceline.gateway.routing.flow_control import FlowControl
-from paceline.gateway.routing.picker import AllCoolingDownError, Pick
-from paceline.gateway.routing.routes import Endpoint
-from paceline.gateway.settings.config import GatewayConfig
-from paceline.http.errors import ClientDisconnectedError
-from paceline.routing import Demand, Dispatch
+from paceline.gateway.routing.picker import AllCoolingDownError, Pick, Tried
+from paceline.gateway.routing.routes import Endpoint, Route
+from paceline.gateway.streams.openai_stream import StreamRelay
+from paceline.routing import Dispatch
 
 __all__ = ["Placement"]
 
-_T = TypeVar("_T")
+# fields of a chat that rule out resuming behind text: they constrain the form of the rest
+_BOUND_TO_TOKENS: Final = (
+    "tools", "response_format", "logprobs", "structured_outputs", "guided_json", "guided_regex",
+    "continue_final_message",
+)  # fmt: skip
 
-# interval of checks whether the waiting caller is still there, s
-_LOOK_SECONDS: Final = 0.1
 
-
+@dataclass(slots=True, eq=False)
 class Placement:
-    """Placement of one request, which arrived at ``arrived``."""
+    """Attempts of one request so far, and the choice of the next one's endpoint. Times are
+    arguments, in seconds of a monotonic clock."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        flow_control: FlowControl,
-        retries: RetryState,
-        demand: Demand,
-        body: Body,
-        caller: Caller,
-        response: Response,
-        now: Callable[[], float],
-        wake: asyncio.Event,
-        arrived: float,
-    ) -> None:
-        self._config, self._flow_control, self._retries = config, flow_control, retries
-        self._demand, self._body, self._caller = demand, body, caller
-        self._response, self._now, self._wake, self._arrived = response, now, wake, arrived
+    context: RequestContext
+    # relay of the streamed answer; None: it is not streamed
+    relay: StreamRelay | None
+    # requests sent, and continuations of a stream among them
+    num: int = 0
+    num_resumes: int = 0
+    _tried: set[str | tuple[str, str]] = field(default_factory=set)
+    # an attempt was lost
+    _has_lost: bool = False
+    # longest context, in tokens, that was too short for the prompt
+    _needs_more: float | None = None
+    # set for a prompt that has proved too long for the route in the context
+    _longer: Route | None = None
 
-    async def place(self, last: Endpoint | None) -> tuple[Pick, Dispatch]:
-        """Wait for an engine, and count the request there.
+    @property
+    def route(self) -> Route:
+        """Route of the next attempt."""
+        return self._longer or self.context.route
+
+    # ---------------------------------------------------------------- what happened
+
+    def note_sent(self) -> None:
+        """Count an attempt."""
+        self.num += 1
+
+    def note_failure(self, endpoint: Endpoint, *, lost: bool) -> None:
+        """Send no further attempt there. A refusal concerns one of the engine's models, a loss
+        the engine."""
+        self._tried.add(endpoint.upstream.name if lost else endpoint.key)
+
+    def forgive(self, endpoint: Endpoint) -> None:
+        """Allow another attempt at an endpoint that refused one."""
+        self._tried.discard(endpoint.key)
+
+    def is_free_retry(self, *, lost: bool) -> bool:
+        """Whether the retry after this failure draws nothing from the budget. A dying engine loses
+        many requests at once through no fault of their own, so the first retry after a loss is
+        free, and the budget is for repeated failures."""
+        is_free = lost and not self._has_lost
+        self._has_lost = self._has_lost or lost
+        return is_free
+
+    # ---------------------------------------------------------------- the next endpoint
+
+    def place(self, last: Endpoint | None, now: float) -> tuple[Pick, Dispatch] | None:
+        """Pick an engine and count the request there; None: it must ``wait`` for one.
 
         Args:
             last: endpoint of the attempt before.
 
         Raises:
             HttpError: no engine can take it, or the wait would be too long.
-            ClientDisconnectedError: the caller hung up.
         """
+        context = self.context
+        # a retry does not queue again
+        if last is None and context.flow_control.must_wait(self.route, context.demand):
+            return None
+        try:
+            return self._dispatched(last, now)
+        except AllCoolingDownError as error:
+            self._check_patience(error, now)
+            return None
+
+    async def wait(self, last: Endpoint | None) -> tuple[Pick, Dispatch]:
+        """Wait for a free slot, or for the end of a cooldown; otherwise as ``place``."""
+        context = self.context
         while True:
             try:
-                # a retry does not queue again
-                if last is None and self._flow_control.must_wait(self._retries.route, self._demand):
-                    return await self._unless_gone(self._queue(), self._give_up)
-                return self._dispatched(last)
+                if last is None and context.flow_control.must_wait(self.route, context.demand):
+                    return await self._queue()
+                return self._dispatched(last, context.now())
             except AllCoolingDownError as error:
+                self._check_patience(error, context.now())
                 seconds = error.seconds
-                waited = self._now() - self._arrived
-                if seconds > self._config.max_rest_wait - waited:
-                    raise
-            await self._unless_gone(asyncio.sleep(seconds))
+            await asyncio.sleep(seconds)
+
+    def leave(self, placed: tuple[Pick, Dispatch]) -> None:
+        """Give up a place that came too late for its caller."""
+        placed[1].end(self.context.now())
+        self.context.flow_control.pump()
 
     async def _queue(self) -> tuple[Pick, Dispatch]:
+        context = self.context
         queued = Queued(
             # callers may reuse their ids
-            f"{self._caller.request_id} {id(self)}",
-            self._arrived,
-            round(self._demand.output_tokens),
-            self._body.priority,
-            self._caller.tenant,
-            self._body.slo,
+            f"{context.caller.request_id} {id(self)}",
+            context.arrived,
+            round(context.demand.output_tokens),
+            context.body.priority,
+            context.caller.tenant,
+            context.body.slo,
         )
-        async with self._flow_control.slot(self._retries.route, self._demand, queued):
-            return self._dispatched(None)
+        async with context.flow_control.slot(self.route, context.demand, queued):
+            return self._dispatched(None, context.now())
 
-    def _give_up(self, placed: tuple[Pick, Dispatch]) -> None:
-        placed[1].end(self._now())
-        self._flow_control.pump()
+    def _check_patience(self, error: AllCoolingDownError, now: float) -> None:
+        """Raise ``error`` if the cooldown outlasts what the request may still wait."""
+        if error.seconds > self.context.config.max_rest_wait - (now - self.context.arrived):
+            raise error
 
-    def _dispatched(self, last: Endpoint | None) -> tuple[Pick, Dispatch]:
-        now = self._now()
-        pick = self._retries.pick(now, last)
-        return pick, pick.endpoint.upstream.load.dispatch(self._demand, pick.view, now)
+    def _dispatched(self, last: Endpoint | None, now: float) -> tuple[Pick, Dispatch]:
+        pick = self._pick(now, last)
+        return pick, pick.endpoint.upstream.load.dispatch(self.context.demand, pick.view, now)
 
-    async def _unless_gone(
-        self, what: Coroutine[Any, Any, _T], undo: Callable[[_T], None] = lambda _: None
-    ) -> _T:
-        """Await ``what`` unless the caller hangs up, which raises ClientDisconnectedError. On any
-        error ``what`` is cancelled, and ``undo`` is called with a result that it had by then."""
-        waiting = asyncio.ensure_future(what)
-        try:
-            await self._while_there(waiting)
-        except BaseException:
-            waiting.cancel()
-            await asyncio.wait((waiting,))
-            if not waiting.cancelled() and waiting.exception() is None:
-                undo(waiting.result())
-            raise
-        return waiting.result()
+    def _pick(self, now: float, last: Endpoint | None) -> Pick:
+        """Pick an engine that was not tried. Raises as ``Picker.pick``."""
+        context = self.context
+        only = None if self._needs_more is None else self._is_long_enough
+        if self._goes_on:
+            assert last is not None, "an engine has sent what the caller got"
 
-    async def _while_there(self, waiting: asyncio.Future[Any]) -> None:
-        out, wake = self._response.downstream, self._wake
-        while not waiting.done():
-            if out.gone:
-                raise ClientDisconnectedError
-            waking = asyncio.ensure_future(wake.wait())
-            try:
-                await asyncio.wait(
-                    (waiting, waking), timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-            finally:
-                waking.cancel()
-            wake.clear()
-            out.tick(self._now(), self._config.sse_keep_alive)
-            if out.num_waiting:
-                await self._response.flush(comments=True)
+            def exactly(endpoint: Endpoint) -> bool:
+                return self.can_resume(endpoint, last) and self.resumes_exactly(endpoint)
+
+            def at_all(endpoint: Endpoint) -> bool:
+                return self.can_resume(endpoint, last)
+
+            only = exactly if self._can_pick(now, self._tried, exactly, fallback=True) else at_all
+        return context.picker.pick(
+            self.route,
+            context.demand,
+            now,
+            tried=self._tried,
+            fallback=self._may_fall_back,
+            only=only,
+            # once an engine has refused the request, its refusal is the answer
+            late=not self.num,
+        )
+
+    def pick_second(self, first: Endpoint, now: float) -> Pick:
+        """Pick an engine of ``first``'s tier and model for a hedge. Raises as ``Picker.pick``."""
+        tier = self.tier_of(first)
+        return self.context.picker.pick(
+            self.route,
+            self.context.demand,
+            now,
+            tried={*self._tried, first.upstream.name},
+            only=lambda endpoint: endpoint in tier and endpoint.model == first.model,
+        )
+
+    def tier_of(self, endpoint: Endpoint) -> Sequence[Endpoint]:
+        """Return the endpoints of an endpoint's tier."""
+        return next(endpoints for endpoints in self.route.tiers if endpoint in endpoints)
+
+    # ---------------------------------------------------------------- whether there may be one
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.relay is not None and self.relay.emitted
+
+    @property
+    def _may_fall_back(self) -> bool:
+        return self.route.fallback and self.context.caller.allowed.fallback
+
+    def _can_pick(
+        self, now: float, tried: Tried, only: Callable[[Endpoint], bool], *, fallback: bool
+    ) -> bool:
+        context = self.context
+        return context.picker.can_pick(
+            self.route, context.demand, now, tried, only, fallback=fallback
+        )
+
+    def _pays(self, now: float, *, peek: bool) -> bool:
+        """Whether the budget has an attempt left; takes it unless ``peek``."""
+        budget = self.context.retry_budget
+        return budget.left(now) >= 1.0 if peek else budget.take(now)
+
+    def may_leave(self, now: float, endpoint: Endpoint) -> bool:
+        """Whether another engine could take a request that ``endpoint``'s engine has not begun to
+        answer."""
+        elsewhere: Tried = {*self._tried, endpoint.upstream.name}
+        return self.may_retry(now, free=not self._has_lost, peek=True, tried=elsewhere)
+
+    def may_retry(
+        self, now: float, *, free: bool = False, peek: bool = False, tried: Tried | None = None
+    ) -> bool:
+        """Whether one more attempt is allowed. ``free``: it does not draw from the budget;
+        ``peek``: it is not taken yet; ``tried``: endpoints to count as tried."""
+        tried = self._tried if tried is None else tried
+        return (
+            self.context.caller.allowed.retry
+            and self.num < self.context.config.max_attempts
+            and self._can_pick(now, tried, self._is_long_enough, fallback=self._may_fall_back)
+            and (free or self._pays(now, peek=peek))
+        )
+
+    def may_hedge(self, now: float, *, peek: bool = False) -> bool:
+        """Whether a second engine may be asked while the first has not answered. Pays for it unless
+        ``peek``."""
+        return (
+            self.context.caller.allowed.hedge
+            and self.num < self.context.config.max_attempts
+            and not self._goes_on
+            and self._pays(now, peek=peek)
+        )
+
+    def may_resume(self, now: float, last: Endpoint, *, free: bool) -> bool:
+        """Whether a stream that broke at ``last`` may resume elsewhere; if so, count and pay it."""
+        relay, config = self.relay, self.context.config
+        if (
+            relay is None
+            or not self.context.caller.allowed.resume
+            or self.num_resumes >= config.max_resumes
+            or self.num >= config.max_attempts
+            or (relay.resume_ids() is None and relay.partial_text() is None)
+            or not self._can_pick(
+                now,
+                self._tried,
+                lambda endpoint: self.can_resume(endpoint, last),
+                fallback=True,
+            )
+            or not (free or self.context.retry_budget.take(now, overdraw=True))
+        ):
+            return False
+        self.num_resumes += 1
+        return True
+
+    def may_go_to_a_longer(self, now: float, endpoint: Endpoint) -> bool:
+        """Whether an endpoint has a longer context than ``endpoint``'s, which was too short.
+        Endpoints of unknown or shorter context do not count."""
+        most = math.inf if endpoint.max_model_len is None else endpoint.max_model_len
+        self._needs_more = max(self._needs_more or 0.0, most)
+        if self.may_retry(now, peek=True):
+            return True
+        longer = self.route.longer
+        if longer is None or not self.context.caller.allowed.fallback:
+            return False
+        # the configuration names this route for long prompts, so its context need not be known
+        self._longer, self._needs_more = longer, None
+        self._tried.clear()
+        return self.may_retry(now, peek=True)
+
+    def _is_long_enough(self, endpoint: Endpoint) -> bool:
+        return self._needs_more is None or (endpoint.max_model_len or 0) > self._needs_more
+
+    def can_resume(self, endpoint: Endpoint, before: Endpoint) -> bool:
+        """Whether a stream that broke at ``before`` can be resumed at ``endpoint``: the same model,
+        at an engine that resumes behind token ids, or behind text if that is allowed."""
+        context, body, relay = self.context, self.context.body, self.relay
+        if (
+            context.path not in RESUMABLE
+            or relay is None
+            or body.num_prompts != 1
+            or body.resumed
+            or body.fields.get("echo") == b"true"
+            or endpoint.model != before.model
+            or endpoint.tier != before.tier
+        ):
+            return False
+        if self.resumes_exactly(endpoint):
+            return True
+        return (
+            endpoint.upstream.facts.continues
+            and body.fields.get("messages", b"").startswith(b"[")
+            and relay.partial_text() is not None
+            and not any(
+                body.fields.get(name, b"null") not in (b"null", b"false")
+                for name in _BOUND_TO_TOKENS
+            )
+        )
+
+    def resumes_exactly(self, endpoint: Endpoint) -> bool:
+        """Whether it would be resumed there token for token."""
+        relay = self.relay
+        return takes_ids(endpoint) and relay is not None and relay.resume_ids() is not None

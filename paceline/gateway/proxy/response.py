@@ -7,23 +7,21 @@ This module does not know which engines are asked, or when.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from paceline.gateway.observability.metrics import GatewayMetrics
-from paceline.gateway.observability.tracing import Trace
 from paceline.gateway.proxy.attempt import Attempt
-from paceline.gateway.proxy.caller import broken_event
-from paceline.gateway.proxy.downstream import Downstream, DownstreamRequest
-from paceline.gateway.proxy.retry_state import RetryState
-from paceline.gateway.proxy.upstream_request import RESUMABLE, UpstreamRequest
+from paceline.gateway.proxy.context import RequestContext
+from paceline.gateway.proxy.downstream import Downstream
+from paceline.gateway.proxy.placement import Placement
+from paceline.gateway.proxy.upstream_request import RESUMABLE
 from paceline.gateway.requests.body import Body
 from paceline.gateway.streams.openai_stream import DONE, StreamRelay
 from paceline.gateway.upstreams.dialects import map_status, read_words
 from paceline.gateway.upstreams.refusals import redacted, redacted_error, retry_after
-from paceline.http.errors import HttpError
+from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
 from paceline.statuses import meaning_of
@@ -32,44 +30,30 @@ __all__ = ["Response"]
 
 # headers of a stream before its engine has sent any
 _EVENTS: Final = [(b"content-type", SSE.encode())]
+# interval of checks whether the waiting caller is still there, s
+_LOOK_SECONDS: Final = 0.1
+
+_T = TypeVar("_T")
 
 
-class Response:
-    """Response to one request. Its owner names the attempt with ``comes_from``, then calls exactly
-    one of ``finish``, ``refuse``, ``give_up`` and ``break_off``.
+class Response(Downstream):
+    """Response to one request, over its caller's connection. Its owner names the attempt with
+    ``comes_from``, then calls exactly one of ``finish``, ``refuse``, ``give_up`` and ``break_off``.
 
     Args:
-        asked: the model's name as the caller knows it.
         relay: relay of the streamed answer; None: it is not streamed.
-        note: what was done to the answer, for its headers and, by the relay, its last chunk.
-        now: clock, monotonic seconds.
-        wake: set when there is something to flush, or the caller is gone.
     """
 
     def __init__(
-        self,
-        path: str,
-        body: Body,
-        asked: str,
-        incoming: DownstreamRequest,
-        relay: StreamRelay | None,
-        upstream_request: UpstreamRequest,
-        retries: RetryState,
-        note: dict[str, Any],
-        metrics: GatewayMetrics,
-        trace: Trace,
-        now: Callable[[], float],
-        arrived: float,
-        wake: asyncio.Event,
+        self, context: RequestContext, relay: StreamRelay | None, placement: Placement
     ) -> None:
-        self.downstream = Downstream(
-            incoming, stream=body.stream, wake=wake, source=self, now=arrived
+        super().__init__(
+            context.incoming, stream=context.body.stream, wake=context.wake, now=context.arrived
         )
-        self._path, self._body, self._asked = path, body, asked
-        self._relay, self._upstream_request, self._retries = relay, upstream_request, retries
-        self._note, self._metrics, self._trace = note, metrics, trace
-        self._now, self._arrived = now, arrived
+        self._context, self._relay, self._placement = context, relay, placement
         self._attempt: Attempt | None = None
+        # what was done to the answer, for its headers and, by the relay, its last chunk
+        self._notes: Mapping[str, Any] = {}
         self._failures: list[str] = []
         self._retry_after: float | None = None
 
@@ -78,6 +62,11 @@ class Response:
         """The attempt that answers; None: no engine was asked."""
         return self._attempt
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether anything was done to the answer that the caller may want to know."""
+        return bool(self._notes)
+
     def comes_from(self, attempt: Attempt) -> None:
         """Take the answer from ``attempt`` from now on."""
         self._attempt = attempt
@@ -85,11 +74,12 @@ class Response:
     def close(self) -> None:
         """Drop references once the request is over. See ``ProxiedRequest.close``."""
         self._attempt = None
-        self.downstream.close()
 
     def note(self, **what: Any) -> None:
         """Record something done to the answer that the caller may want to know."""
-        self._note |= what
+        self._notes = {**self._notes, **what}
+        if self._relay is not None:
+            self._relay.annotate(self._notes)
 
     def failed(self, attempt: Attempt) -> None:
         """Record a failed attempt; the caller hears of it only if no other attempt succeeds."""
@@ -100,20 +90,21 @@ class Response:
             if wait is not None:
                 self._retry_after = min(wait, self._retry_after or wait)
 
-    # ---------------------------------------------------------------- DownstreamSource
-
-    def head(self) -> tuple[Headers, Headers] | None:
+    def stream_head(self) -> tuple[Headers, Headers] | None:
         """Return the headers of a stream that starts now; None: no engine is answering."""
         attempt = self._attempt
-        return None if attempt is None else (_headers_of(attempt), self._notes())
+        return None if attempt is None else (_headers_of(attempt), self._note_headers())
 
     def hold_back(self) -> None:
         """Pause the engine's connection: too much waits for the caller."""
         if self._attempt is not None and self._attempt.connection is not None:
             self._attempt.connection.pause()
 
-    def _notes(self) -> Headers:
-        return _note_headers(self._attempt, self._path, self._body, self._retries.num, self._note)
+    def _note_headers(self) -> Headers:
+        context = self._context
+        return _note_headers(
+            self._attempt, context.path, context.body, self._placement.num, self._notes
+        )
 
     async def flush(self, *, comments: bool = False) -> None:
         """Send what waits for the caller; returns once a slow caller has read enough.
@@ -122,56 +113,90 @@ class Response:
             comments: only comments wait to be sent; no engine is answering.
         """
         attempt = None if comments else self._attempt
-        if not self.downstream.started:
+        if not self.started:
             await self._start(200, _EVENTS if attempt is None else _headers_of(attempt))
-        await self.downstream.flush()
+        await self.send_waiting()
         if attempt is not None and attempt.connection is not None and attempt.verdict is None:
             attempt.connection.resume()
 
     async def _start(self, status: int, headers: Headers) -> None:
-        await self.downstream.start(status, headers, self._notes())
+        await self.send_head(status, headers, self._note_headers())
+
+    # ---------------------------------------------------------------- the wait for an engine
+
+    async def unless_gone(self, what: Coroutine[Any, Any, _T], undo: Callable[[_T], None]) -> _T:
+        """Await ``what`` unless the caller hangs up, which raises ClientDisconnectedError. On any
+        error ``what`` is cancelled, and ``undo`` is called with a result that it had by then."""
+        waiting = asyncio.ensure_future(what)
+        try:
+            await self._while_there(waiting)
+        except BaseException:
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+            if not waiting.cancelled() and waiting.exception() is None:
+                undo(waiting.result())
+            raise
+        return waiting.result()
+
+    async def _while_there(self, waiting: asyncio.Future[Any]) -> None:
+        context = self._context
+        while not waiting.done():
+            if self.gone:
+                raise ClientDisconnectedError
+            waking = asyncio.ensure_future(context.wake.wait())
+            try:
+                await asyncio.wait(
+                    (waiting, waking), timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                waking.cancel()
+            context.wake.clear()
+            self.tick(context.now(), context.config.sse_keep_alive)
+            if self.num_waiting:
+                await self.flush(comments=True)
 
     # ---------------------------------------------------------------- ends
 
-    def ended(self, result: str) -> None:
+    def record_end(self, result: str) -> None:
         """Count and trace the end of the request; see ``GatewayMetrics.ended``."""
-        attempt = self._attempt
+        context, attempt = self._context, self._attempt
         engine, status = (
             ("", 0) if attempt is None else (attempt.endpoint.upstream.name, attempt.status)
         )
-        self._metrics.ended(engine, result, self._now() - self._arrived)
-        self._trace.ended(result, status, self._note)
+        context.metrics.ended(engine, result, context.now() - context.arrived)
+        context.caller.trace.ended(result, status, self._notes)
 
     async def finish(self, attempt: Attempt) -> None:
         """Complete an answer that has arrived in full."""
         if attempt.streams:
             # an empty stream that ends in order is an answer, too
-            if not self.downstream.started:
+            if not self.started:
                 await self._start(200, attempt.headers)
-            await self.downstream.end()
+            await self.end()
         else:
             await self._whole(attempt)
-        self.ended("ok")
+        self.record_end("ok")
 
     async def _whole(self, attempt: Attempt) -> None:
         """Send an answer that is not a stream."""
-        status, headers, body = _whole_answer(attempt, self._path, self._asked, self._note)
-        if self.downstream.started:
+        context = self._context
+        status, headers, body = _whole_answer(attempt, context.path, context.model, self._notes)
+        if self.started:
             # comments were sent meanwhile, so the body goes out as an event
-            await self.downstream.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
+            await self.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
             return
-        await self.downstream.whole(status, headers, self._notes(), body)
+        await self.send_whole(status, headers, self._note_headers(), body)
 
     async def refuse(self, attempt: Attempt) -> None:
         """Pass the engine's refusal on. Raises HttpError if the gateway caused it."""
         name, status = attempt.endpoint.upstream.name, attempt.status
-        if self.downstream.started:
+        if self.started:
             words = read_words(
                 status, redacted(bytes(attempt.body), attempt.endpoint.upstream.key)
             ).message
             await self.break_off(f"engine {name} refused it ({status})" + (words and f": {words}"))
             return
-        self.ended("refused")
+        self.record_end("refused")
         if meaning_of(status) == "account":
             # the engine refused the gateway's key or its credit, not the caller's
             what = "credit" if status == 402 else "credentials"
@@ -182,39 +207,37 @@ class Response:
 
     async def give_up(self) -> None:
         """Report that no engine answered. Raises HttpError while a status can still be sent."""
-        self.ended("failed")
+        self.record_end("failed")
         tried = "; ".join(self._failures[-3:])
         failure = HttpError(
             503, f"no engine answered: {tried}", retry_after=self._retry_after or 1.0
         )
-        if not self.downstream.started:
+        if not self.started:
             raise failure
         await self._break(str(failure))
 
     async def break_off(self, why: str) -> None:
         """Send an error event and end the stream, which cannot go on."""
-        self.ended("broken")
+        self.record_end("broken")
         await self._break(why)
 
     async def _break(self, why: str) -> None:
-        relay = self._relay
+        path, relay = self._context.path, self._relay
         assert relay is not None, "a stream was asked for"
         resumable, secret = False, ""
         if self._attempt is not None:
             endpoint = self._attempt.endpoint
-            resumable, secret = (
-                self._upstream_request.can_resume(endpoint, endpoint),
-                endpoint.upstream.key,
-            )
+            resumable = self._placement.can_resume(endpoint, endpoint)
+            secret = endpoint.upstream.key
         event = redacted(relay.failure_event, secret)
-        if not event or self._path in RESUMABLE:
-            event = broken_event(
-                self._path,
+        if not event or path in RESUMABLE:
+            event = _broken_event(
+                path,
                 f"{why}, and the answer cannot go on elsewhere",
                 relay.num_output_tokens,
                 "no other engine of this model" if resumable else "this engine's kind cannot",
             )
-        await self.downstream.end(event)
+        await self.end(event)
 
 
 def _headers_of(attempt: Attempt) -> Headers:
@@ -276,3 +299,28 @@ def _noted(body: bytes, attempt: Attempt, model: str, note: Mapping[str, Any]) -
     if note:
         fields["paceline"] = msgspec.Raw(msgspec.json.encode(note))
     return msgspec.json.encode(fields)
+
+
+def _broken_event(path: str, why: str, num_tokens: int, resume: str) -> bytes:
+    """Build the last events of a stream that breaks, in the API of the path."""
+    if path == "/v1/messages":
+        error: Mapping[str, Any] = {
+            "type": "error",
+            "error": {"type": "api_error", "message": why},
+        }
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    if path == "/v1/responses":
+        error = {"type": "error", "code": "engine_lost", "message": why, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    error = {
+        "error": {
+            "message": why,
+            "type": "EngineLost",
+            "param": None,
+            "code": "engine_lost",
+            "retryable": True,
+            "emitted_tokens": num_tokens,
+            "resume": {"possible": False, "why": resume},
+        }
+    }
+    return b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE

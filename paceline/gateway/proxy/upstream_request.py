@@ -4,29 +4,25 @@ needs so that the answer can be resumed elsewhere."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
 from paceline.gateway.observability.tracing import NO_TRACE
-from paceline.gateway.proxy.caller import Caller
-from paceline.gateway.requests.body import PREDICT, Body, new_seed
+from paceline.gateway.proxy.context import RequestContext
+from paceline.gateway.requests.body import PREDICT, new_seed
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.refusals import is_too_long
 from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.upstream import Headers, lines_of
 
-__all__ = ["CHAT", "RESUMABLE", "UpstreamRequest"]
+__all__ = ["CHAT", "RESUMABLE", "UpstreamRequest", "takes_ids"]
 
 CHAT: Final = "/v1/chat/completions"
 # paths whose streams can be resumed
 RESUMABLE: Final = frozenset({CHAT, "/v1/completions"})
-# fields of a chat that rule out resuming behind text: they constrain the form of the rest
-_BOUND_TO_TOKENS: Final = (
-    "tools", "response_format", "logprobs", "structured_outputs", "guided_json", "guided_regex",
-    "continue_final_message",
-)  # fmt: skip
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 # callers' headers that are passed on to engines
 _REQUEST_HEADERS: Final = frozenset(
@@ -62,55 +58,23 @@ _SMALL_CAP: Final = 512
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 
-def _resumes(endpoint: Endpoint) -> bool:
+def takes_ids(endpoint: Endpoint) -> bool:
     """Whether an answer can be resumed there behind its token ids."""
     upstream = endpoint.upstream
     return upstream.facts.resumes and "return_token_ids" not in upstream.left_out(endpoint.model)
 
 
+@dataclass(slots=True, eq=False)
 class UpstreamRequest:
-    """Upstream requests for one request of a caller.
+    """Upstream requests for one request of a caller."""
 
-    Args:
-        relay: relay of the streamed answer so far; None: it is not streamed.
-    """
-
-    def __init__(self, path: str, body: Body, caller: Caller, relay: StreamRelay | None) -> None:
-        self._path, self._body, self._caller, self._relay = path, body, caller, relay
-        self._seed = new_seed() if body.seed is None else None
-        # engine that refused a limit -> the limit that it is asked for from then on
-        self._caps: dict[str, int] = {}
-
-    def can_resume(self, endpoint: Endpoint, before: Endpoint) -> bool:
-        """Whether a stream that broke at ``before`` can be resumed at ``endpoint``: the same model,
-        at an engine that resumes behind token ids, or behind text if that is allowed."""
-        body, relay = self._body, self._relay
-        if (
-            self._path not in RESUMABLE
-            or relay is None
-            or body.num_prompts != 1
-            or body.resumed
-            or body.fields.get("echo") == b"true"
-            or endpoint.model != before.model
-            or endpoint.tier != before.tier
-        ):
-            return False
-        if self.resumes_exactly(endpoint):
-            return True
-        return (
-            endpoint.upstream.facts.continues
-            and body.fields.get("messages", b"").startswith(b"[")
-            and relay.partial_text() is not None
-            and not any(
-                body.fields.get(name, b"null") not in (b"null", b"false")
-                for name in _BOUND_TO_TOKENS
-            )
-        )
-
-    def resumes_exactly(self, endpoint: Endpoint) -> bool:
-        """Whether it would be resumed there token for token."""
-        relay = self._relay
-        return _resumes(endpoint) and relay is not None and relay.resume_ids() is not None
+    context: RequestContext
+    # relay of the streamed answer so far; None: it is not streamed
+    relay: StreamRelay | None
+    # seed of a request without one, so that each engine samples the same; None: none was needed
+    _seed: int | None = None
+    # engine that refused a limit -> the limit that it is asked for from then on
+    _caps: dict[str, int] = field(default_factory=dict)
 
     def encode(
         self, endpoint: Endpoint, *, resumed: bool, left_out: frozenset[str] = frozenset()
@@ -125,7 +89,7 @@ class UpstreamRequest:
         changes = self._changes(endpoint, resumed=resumed)
         for name in left_out | endpoint.upstream.left_out(endpoint.model):
             changes.pop(name, None)
-        body = endpoint.upstream.dialect.body(self._path, self._body, changes)
+        body = endpoint.upstream.dialect.body(self.context.path, self.context.body, changes)
         return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(endpoint), len(body), body)
 
     def refused(
@@ -144,9 +108,9 @@ class UpstreamRequest:
 
     def _head(self, endpoint: Endpoint) -> bytes:
         """Return the head without its last header."""
-        caller, upstream = self._caller, endpoint.upstream
-        target = upstream.dialect.target(self._path, endpoint.model)
-        accept = b"text/event-stream" if self._body.stream else b"application/json"
+        caller, upstream = self.context.caller, endpoint.upstream
+        target = upstream.dialect.target(self.context.path, endpoint.model)
+        accept = b"text/event-stream" if self.context.body.stream else b"application/json"
         # the attempt adds its own trace headers
         own = () if caller.trace is NO_TRACE else _TRACE_HEADERS
         found: Headers = [
@@ -168,34 +132,34 @@ class UpstreamRequest:
 
     def _changes(self, endpoint: Endpoint, *, resumed: bool) -> dict[str, Any]:
         """Return the fields that differ from the caller's."""
-        body, facts = self._body, endpoint.upstream.facts
+        body, facts = self.context.body, endpoint.upstream.facts
         changes: dict[str, Any] = {}
         if "model" not in body.fields or endpoint.model != body.model:
             changes["model"] = endpoint.model
         limits = self._limits(endpoint)
         changes |= limits
-        if self._caller.salt and facts.salts:
-            changes["cache_salt"] = self._caller.salt
-        if body.stream and self._path in RESUMABLE:
+        if self.context.caller.salt and facts.salts:
+            changes["cache_salt"] = self.context.caller.salt
+        if body.stream and self.context.path in RESUMABLE:
             if not body.include_usage:
                 changes["stream_options"] = {**body.stream_options(), "include_usage": True}
-            if _resumes(endpoint) and not body.resumed:
+            if takes_ids(endpoint) and not body.resumed:
                 changes["return_token_ids"] = True
-        if _resumes(endpoint) and self._seed is not None and self._path in RESUMABLE:
-            changes["seed"] = self._seed
+        if takes_ids(endpoint) and body.seed is None and self.context.path in RESUMABLE:
+            changes["seed"] = self._seed = self._seed or new_seed()
         if resumed:
-            assert self._relay is not None, "a stream is resumed"
-            ids = self._relay.resume_ids()
-            if ids is not None and _resumes(endpoint):
+            assert self.relay is not None, "a stream is resumed"
+            ids = self.relay.resume_ids()
+            if ids is not None and takes_ids(endpoint):
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
             else:
-                changes |= self._behind_text(self._relay, limits)
+                changes |= self._behind_text(self.relay, limits)
         return changes
 
     def _limits(self, endpoint: Endpoint) -> dict[str, int]:
         """Return fields that keep an answer within its reservation; none if its caller set a limit
         or the engine's context is tighter."""
-        body, context = self._body, endpoint.max_model_len
+        body, context = self.context.body, endpoint.max_model_len
         if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
             return {}
         cap = min(body.cap, self._caps.get(endpoint.upstream.name, body.cap))
@@ -205,9 +169,9 @@ class UpstreamRequest:
         return {**told, self._limit_name(endpoint.upstream): cap}
 
     def _limit_name(self, upstream: Upstream) -> str:
-        if self._path == "/v1/responses":
+        if self.context.path == "/v1/responses":
             return "max_output_tokens"
-        if self._path != CHAT:
+        if self.context.path != CHAT:
             return "max_tokens"
         # some of their models only know the new name
         is_new = upstream.kind == "azure" or upstream.pool.origin.host == _OPENAI
@@ -225,8 +189,8 @@ class UpstreamRequest:
         others = [each for each in _CHAT_LIMITS if each != used and each.encode() in body]
         is_unknown = used.encode() in body and not _TOO_LARGE.search(body)
         self._caps[name] = limits[used]
-        if self._path == CHAT and (others or is_unknown):
-            endpoint.upstream.limit_name = (
+        if self.context.path == CHAT and (others or is_unknown):
+            endpoint.upstream.learn_limit_name(
                 others[0] if others else _CHAT_LIMITS[used == _CHAT_LIMITS[0]]
             )
         else:
@@ -235,7 +199,7 @@ class UpstreamRequest:
 
     def _behind_text(self, relay: StreamRelay, limits: dict[str, int]) -> dict[str, Any]:
         """Return the fields of a chat that is resumed behind its text."""
-        body = self._body
+        body = self.context.body
         messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
         said = {"role": "assistant", "content": relay.partial_text()}
         changes: dict[str, Any] = {

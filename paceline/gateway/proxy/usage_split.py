@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.gateway.proxy.attempt import Attempt
+from paceline.gateway.proxy.context import RequestContext
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.engine_types import TEXT_PATHS, is_vectors
 from paceline.gateway.settings.prices import Used
@@ -24,31 +26,29 @@ __all__ = ["UsageSplit"]
 _BYTES_PER_TOKEN: Final = 4
 
 
+@dataclass(slots=True, eq=False)
 class UsageSplit:
-    """Usage of one request, valid once the request is over.
+    """Usage of one request, valid once the request is over."""
 
-    Args:
-        prompt_tokens: estimated tokens of the prompt.
-        relay: relay of the streamed answer; None: it is not streamed.
-        deferred: tokens that a background answer may use, else 0.
-    """
+    context: RequestContext
+    # relay of the streamed answer; None: it is not streamed
+    relay: StreamRelay | None
+    # usage as counted by an engine; None: it counted none
+    counted: Used | None = None
+    # engines that are done, each with the answer's tokens up to its end
+    _parts: list[tuple[Endpoint, int]] = field(default_factory=list)
+    # usage of an answer that is not streamed
+    _told: Used | None = None
 
-    def __init__(
-        self, path: str, prompt_tokens: float, relay: StreamRelay | None, deferred: int = 0
-    ) -> None:
-        self._path, self._relay, self._deferred = path, relay, deferred
-        self._estimate = round(prompt_tokens)
-        # engines that are done, each with the answer's tokens up to its end
-        self._parts: list[tuple[Endpoint, int]] = []
-        # usage of an answer that is not streamed
-        self._told: Used | None = None
-        # usage as counted by an engine; None: it counted none
-        self.counted: Used | None = None
+    @property
+    def _estimate(self) -> int:
+        """Estimated tokens of the prompt."""
+        return round(self.context.demand.prompt_tokens)
 
     def resumes_after(self, endpoint: Endpoint) -> None:
         """Keep what ``endpoint`` made of the answer; another engine makes the rest."""
-        assert self._relay is not None, "a stream goes on"
-        self._parts.append((endpoint, self._relay.num_output_tokens))
+        assert self.relay is not None, "a stream goes on"
+        self._parts.append((endpoint, self.relay.num_output_tokens))
 
     def used(self, attempt: Attempt | None) -> Used:
         """Return the usage in total; ``attempt``: the last attempt, None: no engine was asked."""
@@ -56,12 +56,12 @@ class UsageSplit:
             return Used()
         # an engine worked for a caller that hung up, whether or not it had sent output
         began = attempt.was_abandoned and attempt.was_sent
-        relay = self._relay
+        relay = self.relay
         if relay is None or (attempt.is_answer and not attempt.streams):
             # some engines answer a request for a stream with a single body
             if self._told is None and attempt.is_answer:
                 body = bytes(attempt.body)
-                self.counted = used_by(self._path, body)
+                self.counted = used_by(self.context.path, body)
                 self._told = self.counted or self._estimated(body)
             return self._told or Used(self._estimate if began else 0)
         output, prompt = relay.num_output_tokens, relay.prompt_tokens
@@ -74,10 +74,11 @@ class UsageSplit:
 
     def _estimated(self, body: bytes) -> Used:
         """Estimate the usage of an answer without counts."""
-        if self._path not in TEXT_PATHS:
-            return Used(self._estimate if is_vectors(self._path) else 0)
+        path = self.context.path
+        if path not in TEXT_PATHS:
+            return Used(self._estimate if is_vectors(path) else 0)
         made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
-        return Used(self._estimate, 0, max(made, self._deferred))
+        return Used(self._estimate, 0, max(made, self.context.body.most_deferred(path)))
 
     def usage_by_endpoint(self, attempt: Attempt | None) -> Sequence[tuple[Endpoint, Used]]:
         """Usage by engine, the prompt with the first one; empty if no engine answered: that costs

@@ -49,7 +49,11 @@ class Picker:
 
     def __init__(self, draw: random.Random, slow_factor: float = 0.0) -> None:
         self._draw = draw
-        self.slow_factor = slow_factor
+        self._slow_factor = slow_factor
+
+    def change(self, slow_factor: float) -> None:
+        """Apply another ``slow_factor``."""
+        self._slow_factor = slow_factor
 
     def pick(
         self,
@@ -189,7 +193,7 @@ class Picker:
             return Pick(endpoints[0], load.view(demand, now))
         slow = slow_ones(
             {endpoint.upstream.name: endpoint.upstream.load.pace for endpoint in endpoints},
-            self.slow_factor,
+            self._slow_factor,
             now,
         )
         views = [

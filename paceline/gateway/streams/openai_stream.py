@@ -29,11 +29,10 @@ from paceline.gateway.streams.chunks import (
     with_choices,
     without_ids,
 )
-from paceline.gateway.streams.passthrough_stream import PassthroughRelay
 from paceline.gateway.streams.usage import Usage
 from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
 
-__all__ = ["DONE", "OpenAIStreamRelay", "StreamRelay", "make_relay"]
+__all__ = ["DONE", "OpenAIStreamRelay", "StreamRelay"]
 
 DONE: Final = b"data: [DONE]\n\n"
 # chunks of an attempt that are tried as templates
@@ -76,6 +75,11 @@ class StreamRelay(Protocol):
 
     @property
     def num_output_tokens(self) -> int: ...
+
+    def annotate(self, note: Mapping[str, Any]) -> None:
+        """Set what the last chunk of each choice tells the caller, where the API has room for
+        it."""
+        ...
 
     def begin_attempt(self, *, by_text: bool = False) -> None: ...
     def partial_text(self) -> str | None: ...
@@ -157,6 +161,9 @@ class OpenAIStreamRelay:
         if self._counted:
             return known
         return max(known, self._parts + (0 if self._template is None else self._template.num_parts))
+
+    def annotate(self, note: Mapping[str, Any]) -> None:
+        self.note = note
 
     def begin_attempt(self, *, by_text: bool = False) -> None:
         """Start an attempt: data now comes from another engine. ``by_text``: it resumes behind the
@@ -269,32 +276,18 @@ class OpenAIStreamRelay:
             # the first chunk of an Azure stream, about the prompt, has an empty head
             self._first_of_attempt = False
             self._begin(payload, chunk)
-        prompt = chunk.prompt_token_ids
         has_usage = chunk.has_usage
         self.num_events += bool(choices) or has_usage
         ends = says = False
         only_roles = bool(choices)
+        prompt = chunk.prompt_token_ids
         for choice in choices:
-            index = choice.index or 0
             prompt = prompt or choice.prompt_token_ids
-            delta = choice.delta
-            speaks = bool(choice.text) or (delta is not None and delta.says)
-            says = says or speaks or bool(choice.token_ids)
-            if choice.token_ids is not None:
-                self._ids.setdefault(index, []).extend(choice.token_ids)
-            elif speaks:
-                self._lost_ids = True
-                self._parts += 1
-            if speaks and self.keep_text:
-                self._remember(choice)
+            has_output, is_role = self._note_choice(choice)
             # some engines send "" for no reason
-            if choice.finish_reason:
-                self._finished.add(index)
-                ends = True
-            known_role = delta is not None and delta.role is not None and index in self._roles
-            only_roles = only_roles and known_role and not speaks and not choice.finish_reason
-            if delta is not None and delta.role is not None:
-                self._roles.add(index)
+            ends = ends or bool(choice.finish_reason)
+            says = says or has_output
+            only_roles = only_roles and is_role
         if prompt and self.prompt_tokens is None:
             self.prompt_tokens = len(prompt)
         if has_usage:
@@ -308,16 +301,41 @@ class OpenAIStreamRelay:
         if only_roles and self._attempt > 1:
             return b""
         self.emitted = self.emitted or says or ends
+        out = self._rewrite(payload, ends=ends)
+        if self._lessons and says and not (first or ends or has_usage or prompt):
+            self._learn(whole, out, choices)
+        return out
+
+    def _note_choice(self, choice: Choice) -> tuple[bool, bool]:
+        """Take note of one choice's part; return whether it has output, and whether it only names
+        a role that the caller knows."""
+        index, delta = choice.index or 0, choice.delta
+        speaks = bool(choice.text) or (delta is not None and delta.says)
+        if choice.token_ids is not None:
+            self._ids.setdefault(index, []).extend(choice.token_ids)
+        elif speaks:
+            self._lost_ids = True
+            self._parts += 1
+        if speaks and self.keep_text:
+            self._remember(choice)
+        if choice.finish_reason:
+            self._finished.add(index)
+        has_role = delta is not None and delta.role is not None
+        is_known = has_role and index in self._roles
+        if has_role:
+            self._roles.add(index)
+        is_role = is_known and not speaks and not choice.finish_reason
+        return speaks or bool(choice.token_ids), is_role
+
+    def _rewrite(self, payload: bytes, *, ends: bool) -> bytes:
+        """Return the caller's event for a chunk; ``ends``: it ends a choice."""
         if self.hide_ids:
             payload = without_ids(payload)
         for old, new in self._swaps:
             payload = payload.replace(old, new, 1)
         if ends and self.note:
             payload = payload[:-1] + b',"paceline":' + msgspec.json.encode(self.note) + b"}"
-        out = b"data: " + payload + b"\n\n"
-        if self._lessons and says and not (first or ends or has_usage or prompt):
-            self._learn(whole, out, choices)
-        return out
+        return b"data: " + payload + b"\n\n"
 
     def _learn(self, payload: bytes, out: bytes, choices: Sequence[Choice]) -> None:
         """Learn the template of the next chunks from one in the middle of the answer."""
@@ -410,23 +428,3 @@ class OpenAIStreamRelay:
         head = {name: msgspec.Raw(value) for name, value in self._head.items()}
         chunk = {**head, "choices": [], "usage": usage}
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-
-
-def make_relay(path: str, **openai: Any) -> StreamRelay:
-    """Make the relay of a path; ``openai``: see ``OpenAIStreamRelay``."""
-    if path == "/v1/messages":
-        return PassthroughRelay(
-            path=path,
-            says=(b"content_block_delta",),
-            ends=(b"message_stop",),
-            fails=(b"error",),
-            stops=(b"message_delta", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
-        )
-    if path == "/v1/responses":
-        return PassthroughRelay(
-            path=path,
-            says=(b".delta",),
-            ends=(b"response.completed", b"response.incomplete"),
-            fails=(b"response.failed", b"error"),
-        )
-    return OpenAIStreamRelay(**openai)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 
@@ -19,7 +22,7 @@ from paceline.wire.sse import (
     payload_of,
 )
 
-__all__ = ["PassthroughRelay"]
+__all__ = ["PASSTHROUGH", "PassthroughRelay"]
 
 
 class _Told(msgspec.Struct):
@@ -130,6 +133,9 @@ class PassthroughRelay:
     def num_output_tokens(self) -> int:
         return self._num_deltas if self._counted is None else self._counted
 
+    def annotate(self, note: Mapping[str, Any]) -> None:
+        """Ignore the note: these streams are passed on unchanged."""
+
     def begin_attempt(self, *, by_text: bool = False) -> None:
         assert not by_text, "these streams are not resumed"
         self._held, self._is_said = b"", False
@@ -223,3 +229,23 @@ class PassthroughRelay:
         self.cached_tokens = used.cached or self.cached_tokens
         if self.emitted:
             self._counted = used.output
+
+
+# makes the relay of a path whose streams are passed on unchanged
+PASSTHROUGH: Final[Mapping[str, Callable[[], PassthroughRelay]]] = {
+    "/v1/messages": partial(
+        PassthroughRelay,
+        path="/v1/messages",
+        says=(b"content_block_delta",),
+        ends=(b"message_stop",),
+        fails=(b"error",),
+        stops=(b"message_delta", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+    ),
+    "/v1/responses": partial(
+        PassthroughRelay,
+        path="/v1/responses",
+        says=(b".delta",),
+        ends=(b"response.completed", b"response.incomplete"),
+        fails=(b"response.failed", b"error"),
+    ),
+}

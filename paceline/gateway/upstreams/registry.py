@@ -55,9 +55,15 @@ class UpstreamRegistry:
 
     Args:
         now: clock, monotonic seconds.
+        on_tick: called every tick, for requests that wait for engines.
     """
 
-    def __init__(self, config: GatewayConfig, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        now: Callable[[], float],
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = config
         self._now = now
         self.by_name = {each.name: Upstream(each, config, now()) for each in config.engines}
@@ -71,8 +77,7 @@ class UpstreamRegistry:
         self._retired: set[Upstream] = set()
         # held while a configuration is applied
         self._changes = asyncio.Lock()
-        # called every tick, for requests that wait for engines
-        self.on_tick: Callable[[], None] = lambda: None
+        self._on_tick = on_tick
         # set once each engine was asked once
         self.asked = asyncio.Event()
 
@@ -117,7 +122,7 @@ class UpstreamRegistry:
         return told
 
     def _retire(self, upstream: Upstream) -> None:
-        upstream.draining = True
+        upstream.drain(on=True, now=self._now())
         self._retired.add(upstream)
 
     async def close(self) -> None:
@@ -359,7 +364,7 @@ class UpstreamRegistry:
                 and upstream.num_polls > 1
             ):
                 self._gone(upstream)
-        self.on_tick()
+        self._on_tick()
 
     def _gone(self, upstream: Upstream) -> None:
         why = f"engine {upstream.name} has given no sign for {upstream.silent:.1f} s"

@@ -278,6 +278,20 @@ class Upstream:
         self._seeks_kind = self.config.kind == "auto"
         self._is_suspect, self._num_lost = False, self.pool.num_lost
 
+    def note_failure(self, now: float) -> None:
+        """Note that a request failed through the engine's fault."""
+        self.failed_at = now
+
+    def learn_limit_name(self, name: str) -> None:
+        """Use another name for a chat's token limit, as the engine refused the usual one."""
+        self.limit_name = name
+
+    def drain(self, *, on: bool, now: float) -> None:
+        """Send it no new requests, or, with ``on`` false, send it some again."""
+        if self.draining and not on:
+            self.back_at = now
+        self.draining = on
+
     def came_back(self, now: float) -> None:
         """Note that it is back after being gone, perhaps restarted as something else."""
         self.back_at = now

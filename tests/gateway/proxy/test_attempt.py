@@ -6,21 +6,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.gateway import EngineConfig, GatewayConfig
-from paceline.gateway.observability.tracing import NO_TRACE
 from paceline.gateway.proxy.attempt import Attempt
+from paceline.gateway.proxy.context import Allowed, Caller
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import EngineKind
-from paceline.gateway.streams.openai_stream import make_relay
 from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.upstream import Connection
 from paceline.routing import Demand
 from tests.gateway.fault_server import chat_chunks
-from tests.gateway.helpers import CHAT, WORDS
+from tests.gateway.helpers import CHAT, WORDS, make_relay
 from tests.gateway.upstreams.dialects.samples import anthropic_events
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -54,16 +54,22 @@ class Owner:
             engines=(engine,), stall_timeout=1.0, first_byte_timeout=5.0, silence=2.0
         )
         self.clock = T
-        self.wake = asyncio.Event()
+        self.demand = Demand(prompt_tokens=3.0, max_tokens=9, output_tokens=9.0, prefix=())
+        # the part of a context that attempts read
+        self.context: Any = SimpleNamespace(
+            config=self.config,
+            now=lambda: self.clock,
+            wake=asyncio.Event(),
+            path=path,
+            demand=self.demand,
+            caller=Caller("id", "", Allowed(), []),
+            names_stored=False,
+        )
         self.relay: Any = make_relay(path, num_choices=1, note={})
-        self.trace = NO_TRACE
         self.told: list[bytes] = []
         # how many of them were written as the last one, and where among them
         self.lasts: list[int] = []
         self.first: list[float] = []
-
-    def now(self) -> float:
-        return self.clock
 
     def write(self, data: bytes) -> None:
         self.told.append(data)
@@ -80,9 +86,6 @@ class Owner:
 
     def may_leave(self, attempt: Attempt) -> bool:
         return True
-
-    def sent(self, attempt: Attempt) -> None:
-        return
 
     def again(self, attempt: Attempt, left_out: frozenset[str]) -> None:
         return
@@ -105,11 +108,9 @@ def started(
     owner = Owner(path, kind)
     owner.relay.begin_attempt()
     engine = Upstream(owner.config.engines[0], owner.config, T)
-    demand = Demand(prompt_tokens=3.0, max_tokens=9, output_tokens=9.0, prefix=())
-    dispatch = engine.load.dispatch(demand, engine.load.view(demand, T), T)
+    dispatch = engine.load.dispatch(owner.demand, engine.load.view(owner.demand, T), T)
     second = make_relay(path, num_choices=1, note={}) if probe else None
-    attempt = Attempt(owner, Endpoint(engine, "m", 0), dispatch, second)  # type: ignore[arg-type]
-    attempt._path = path
+    attempt = Attempt(owner, Endpoint(engine, "m", 0), dispatch, second)
     connection = Connection(engine.pool)
     connection.connection_made(Transport())  # type: ignore[arg-type]
     connection.send(b"POST / HTTP/1.1\r\n\r\n", attempt)

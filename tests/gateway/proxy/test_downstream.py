@@ -46,8 +46,7 @@ def downstream(told: list[bytes], reads: asyncio.Event, *, full: bool = False) -
     writer.full = full
     scope: Any = {"extensions": {BODY_WRITER: writer}, "headers": []}
     incoming: Any = type("AnyCall", (), {"scope": scope, "send": staticmethod(send)})()
-    source: Any = type("Source", (), {"hold_back": lambda self: None, "head": lambda self: None})()
-    out = Downstream(incoming, stream=True, wake=asyncio.Event(), source=source, now=0.0)
+    out = Downstream(incoming, stream=True, wake=asyncio.Event(), now=0.0)
     out.started = True
     return out
 
@@ -72,7 +71,7 @@ async def test_the_last_part_stays_behind_what_waits() -> None:
     out.write_last(b"two")
     assert not out.ended and told == []
     reads.set()
-    await out.flush()
+    await out.send_waiting()
     await out.end()
     assert told == [b"onetwo", b"(no more)"]
 
@@ -88,7 +87,7 @@ async def test_the_last_part_that_cannot_go_out_waits_for_its_end(holds: str) ->
     if holds == "an earlier part":
         out._backlog += b"one"
         before.append(b"one")
-        flushing = asyncio.ensure_future(out.flush())
+        flushing = asyncio.ensure_future(out.send_waiting())
         await asyncio.sleep(0)
     out.started = holds != "no head"
     out.write_last(b"two")
@@ -96,7 +95,7 @@ async def test_the_last_part_that_cannot_go_out_waits_for_its_end(holds: str) ->
     reads.set()
     if flushing is not None:
         await flushing
-    await out.flush()
+    await out.send_waiting()
     await out.end()
     assert told == [*before, b"two", b"(no more)"] and out.ended
 
@@ -118,14 +117,14 @@ async def test_what_comes_while_an_earlier_part_waits_stays_behind_it() -> None:
     reads = asyncio.Event()
     out = downstream(told, reads)
     out._backlog += b"one"
-    flushing = asyncio.ensure_future(out.flush())
+    flushing = asyncio.ensure_future(out.send_waiting())
     await asyncio.sleep(0)
     out.write(b"two")
     out.write(b"three")
     reads.set()
     await flushing
     assert out.num_waiting and told == [b"one"]
-    await out.flush()
+    await out.send_waiting()
     assert told == [b"one", b"twothree"]
     out.write(b"four")
     assert told[-1] == b"four"

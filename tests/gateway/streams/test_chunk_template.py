@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from paceline.gateway.streams import chunks as chunks_module
 from paceline.gateway.streams.chunk_template import ChunkTemplate
-from paceline.gateway.streams.openai_stream import OpenAIStreamRelay, make_relay
+from paceline.gateway.streams.openai_stream import OpenAIStreamRelay
 from tests.gateway.fault_server import chat_chunks
+from tests.gateway.helpers import make_relay
 
 HEAD = b'data: {"id":"x","model":"m","choices":[{"index":0,"delta":{"content":'
 TAIL = b'},"finish_reason":null,"token_ids":['

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.gateway.streams.openai_stream import OpenAIStreamRelay, make_relay
+from paceline.gateway.streams.openai_stream import OpenAIStreamRelay
 from tests.gateway.fault_server import chat_chunks
+from tests.gateway.helpers import make_relay
 
 WORDS = ("It", ' said "token_ids":[1]', " \n\n", "é", ' {"error": 1}', ".")
 WHOLE = b"".join(chat_chunks(WORDS))

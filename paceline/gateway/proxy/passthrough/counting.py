@@ -7,10 +7,10 @@ import random
 from typing import Final, Protocol
 
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.proxy.passthrough.kept import IncomingRequest, StoredObjects, headers_for
+from paceline.gateway.proxy.passthrough.kept import StoredObjects, headers_for
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.requests.body import Body, read_body
-from paceline.gateway.requests.reading import read_json_bytes
+from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.http.errors import HttpError
@@ -49,9 +49,7 @@ class Counting:
         gateway, path = self._gateway, incoming.path
         if incoming.method != "POST":
             raise HttpError(405, f"{path} takes POST, not {incoming.method}")
-        body = read_body(
-            await read_json_bytes(incoming.receive, incoming.headers, gateway.config.max_body_size)
-        )
+        body = read_body(await incoming.read_json(gateway.config.max_body_size))
         route = gateway.routes.find(body.model, 0.0)
         alias = route.model if route.asked else ""
         gateway.spending.check(incoming.tenant, body.model or route.model, alias)

@@ -23,17 +23,15 @@ from typing import Any, Final, Protocol
 from urllib.parse import parse_qs, quote
 
 import msgspec
-from starlette.types import Receive, Scope
 
 from paceline.errors import InvalidRequestError
 from paceline.gateway.admin import as_json
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.proxy.attempt import Attempt
+from paceline.gateway.proxy.context import Watch
 from paceline.gateway.proxy.passthrough.homes import Homes
 from paceline.gateway.proxy.passthrough.passing import Passed, pass_on
-from paceline.gateway.proxy.proxied_request import ProxiedRequest
 from paceline.gateway.requests.body import Body
-from paceline.gateway.requests.reading import read_body_bytes, read_json_bytes
+from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.routing.routes import Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.upstreams.registry import UpstreamRegistry
@@ -44,7 +42,7 @@ from paceline.http.keys import KeyRing
 from paceline.http.sse import unless_disconnected
 from paceline.http.upstream import ConnectError, Headers
 
-__all__ = ["RESPONSES", "IncomingRequest", "StoredObjects", "headers_for"]
+__all__ = ["RESPONSES", "StoredObjects", "headers_for"]
 
 RESPONSES: Final = "/v1/responses"
 _ID: Final = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"
@@ -79,26 +77,6 @@ _PAGE: Final[Mapping[str, tuple[int, int, int]]] = {
     "/v1/batches": (100, 20, 100),
 }
 _MOST_PAGES: Final = 100
-
-
-class IncomingRequest(Protocol):
-    """HTTP request as ``app`` hands it over."""
-
-    @property
-    def scope(self) -> Scope: ...
-    @property
-    def headers(self) -> Mapping[bytes, bytes]: ...
-    @property
-    def receive(self) -> Receive: ...
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    async def send(self, message: Any) -> None: ...
 
 
 class _Gateway(Protocol):
@@ -170,33 +148,17 @@ class StoredObjects:
         ]
         return replace(route, tiers=[tier for tier in tiers if tier], longer=None)
 
-    def watch(self, proxied: ProxiedRequest, tenant: str) -> None:
-        """Record where a response is made; of a stream by its first event, as the response may be
-        requested while it runs."""
+    def watch(self, tenant: str) -> Watch:
+        """Return what records where a response is made; of a stream by its first event, as the
+        response may be requested while it runs."""
 
-        def answered(attempt: Attempt) -> None:
-            if not attempt.streams:
-                self._note(bytes(attempt.body), attempt.endpoint.upstream, tenant)
+        def watch(upstream: Upstream, data: bytes, is_whole: bool) -> None:
+            if is_whole:
+                self._note(data, upstream, tenant)
+            elif (found := _TOLD_ID.search(data[:4096])) is not None:
+                self.homes.note(found[1].decode(), upstream.name, tenant)
 
-        def told(data: bytes) -> None:
-            if (found := _TOLD_ID.search(data[:4096])) is not None:
-                self.homes.note(found[1].decode(), proxied.upstream.name, tenant)
-
-        proxied.on_answer = answered
-        if proxied.relay is None:
-            return
-        write, write_last = proxied.write, proxied.write_last
-
-        def first(data: bytes) -> None:
-            proxied.write, proxied.write_last = write, write_last
-            told(data)
-            write(data)
-
-        def only(data: bytes) -> None:
-            told(data)
-            write_last(data)
-
-        proxied.write, proxied.write_last = first, only
+        return watch
 
     def _note(self, answer: bytes, upstream: Upstream, tenant: str) -> None:
         try:
@@ -308,7 +270,7 @@ class StoredObjects:
         most = self._gateway.config.max_body_size
         if incoming.path == "/v1/batches":
             self._check_counted(incoming.tenant)
-            body = await read_json_bytes(incoming.receive, incoming.headers, most)
+            body = await incoming.read_json(most)
             try:
                 asked = msgspec.json.decode(body, type=_Batch)
             except msgspec.MsgspecError as error:
@@ -319,7 +281,7 @@ class StoredObjects:
                 )
             upstream = await self._home("files", asked.input_file_id, incoming.tenant)
         else:
-            body = await read_body_bytes(incoming.receive, incoming.headers, most)
+            body = await incoming.read(most)
             upstream = self._place(body)
         await self._pass_on(incoming, upstream, body)
 

@@ -45,12 +45,11 @@ class _Upstream(Protocol):
 class Passed:
     """Answer of one engine as it arrives. A context manager, which ends it."""
 
-    def __init__(self, upstream: _Upstream) -> None:
-        self.upstream = upstream
+    def __init__(self, upstream: _Upstream, connection: Connection) -> None:
+        self.upstream, self.connection = upstream, connection
         self.status = 0
         self.headers: Headers = []
         self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.connection: Connection | None = None
         # the head was sent to the caller
         self.is_told = False
         self._parts: deque[bytes] = deque()
@@ -70,7 +69,7 @@ class Passed:
         """Take a part of the body; pause the engine if too much waits."""
         self._parts.append(data)
         self._waiting += len(data)
-        if self._waiting > _MOST_WAITING and self.connection is not None:
+        if self._waiting > _MOST_WAITING:
             self.connection.pause()
         self._wake.set()
 
@@ -97,8 +96,7 @@ class Passed:
                 return
             if self._why is not None:
                 raise ConnectError(self._why)
-            if self.connection is not None:
-                self.connection.resume()
+            self.connection.resume()
             await self._wake.wait()
             self._wake.clear()
 
@@ -146,7 +144,7 @@ class Passed:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._ended and self.connection is not None:
+        if not self._ended:
             self.connection.drop()
 
 
@@ -177,8 +175,7 @@ async def pass_on(
             while True:
                 reused = upstream.pool.free()
                 connection = reused or await upstream.pool.connect()
-                passed = Passed(upstream)
-                passed.connection = connection
+                passed = Passed(upstream, connection)
                 connection.send(request, passed)
                 try:
                     await passed.head
