@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.common.processes import Unavailable
+from paceline.wire.response import Fault, Head, ResponseReader
 
 __all__ = ["Answer", "Timing", "check_answered", "complete", "exchange", "get"]
 
-_LIMIT = 1 << 20
+_READ_BYTES = 1 << 16
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
-_Parts = AsyncIterator[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,65 @@ def check_answered(timings: Iterable[Timing]) -> None:
         raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
 
 
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """The head of an answer, and its body as it comes."""
+    """One answer on a connection that carries no other, read as it comes. Raises ConnectionError
+    if the server closes the connection before the answer is complete, ValueError if it is not
+    HTTP."""
 
-    status: int
-    # names and values in lower case
-    headers: Mapping[bytes, bytes]
-    _parts: _Parts
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._parser = ResponseReader()
+        self._parts: list[bytes] = []
+        self._is_over = False
+        self.status = 0
+        # names and values in lower case
+        self.headers: dict[bytes, bytes] = {}
 
-    async def body(self) -> bytes:
-        """Return the body."""
-        return b"".join([part async for part in self._parts])
+    async def read_head(self) -> Answer:
+        """Read status and headers."""
+        while not self.status:
+            await self._read()
+        return self
 
     async def lines(self) -> AsyncIterator[bytes]:
         """Yield the lines of the body, without their ends."""
         rest = b""
-        async for part in self._parts:
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                yield line.rstrip(b"\r")
+        while True:
+            parts, self._parts = self._parts, []
+            for part in parts:
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    yield line.rstrip(b"\r")
+            if self._is_over:
+                break
+            await self._read()
         if rest:
             yield rest
+
+    async def body(self) -> bytes:
+        """Read the whole body."""
+        while not self._is_over:
+            await self._read()
+        return b"".join(self._parts)
+
+    async def _read(self) -> None:
+        data = await self._reader.read(_READ_BYTES)
+        if not data:
+            if not self._parser.ends_with_connection:
+                what = "Incomplete" if self.status else "no"
+                raise ConnectionError(f"{what} answer: the server closed the connection")
+            self._is_over = True
+            return
+        for event in self._parser.feed(data):
+            if isinstance(event, bytes):
+                self._parts.append(event)
+            elif isinstance(event, Head):
+                self.status = event.status
+                self.headers = {name: value.lower() for name, value in event.headers}
+            elif isinstance(event, Fault):
+                raise ValueError(event.why)
+            else:
+                self._is_over = True
 
 
 @contextlib.asynccontextmanager
@@ -87,9 +124,10 @@ async def exchange(
     port: int, path: str, body: object = None, headers: Mapping[str, str] = NO_FIELDS
 ) -> AsyncIterator[Answer]:
     """Send a GET, or a POST of ``body`` as JSON, over a connection of its own, which is closed when
-    the block ends. Raises OSError, ValueError or IncompleteReadError for an answer that is none."""
+    the block ends. Raises OSError or ValueError for an answer
+    that is broken."""
     data = b"" if body is None else json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         fields = {"Host": "127.0.0.1", "Connection": "close", **headers}
         if body is not None:
@@ -98,29 +136,9 @@ async def exchange(
         method = "GET" if body is None else "POST"
         writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
         await writer.drain()
-        status, found = await _read_head(reader)
-        yield Answer(status, found, _body(reader, found))
+        yield await Answer(reader).read_head()
     finally:
         writer.close()
-
-
-async def _body(reader: asyncio.StreamReader, headers: Mapping[bytes, bytes]) -> _Parts:
-    chunked = headers.get(b"transfer-encoding") == b"chunked"
-    # negative: until the connection ends
-    left = int(headers.get(b"content-length", b"-1"))
-    while left:
-        if chunked:
-            size = int((await reader.readline()).split(b";")[0] or b"0", 16)
-            data = await reader.readexactly(size) if size else b""
-            await reader.readline()
-        else:
-            data = await reader.read(1 << 16)
-        if not data:
-            break
-        left -= len(data)
-        yield data
-    if left > 0:
-        raise asyncio.IncompleteReadError(b"", left)
 
 
 async def complete(
@@ -146,7 +164,7 @@ async def complete(
             return await _complete(port, model, prompt, max_tokens, sent, fields, headers)
     except TimeoutError:
         return Timing(sent, (), 0, f"not done within {timeout:.0f} s")
-    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+    except (OSError, ValueError) as error:
         return Timing(sent, (), 0, f"{type(error).__name__}: {error}")
 
 
@@ -195,22 +213,10 @@ async def _read_events(lines: AsyncIterator[bytes], sent: float, max_tokens: int
     return Timing(sent, tuple(events), tokens)
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
-    """Read status and headers, in lower case. Raises ConnectionError if the server sent nothing."""
-    line = await reader.readline()
-    if not line:
-        raise ConnectionError("closed without an answer")
-    headers = {}
-    while (entry := (await reader.readline()).strip()) != b"":
-        name, _, value = entry.partition(b":")
-        headers[name.lower()] = value.strip().lower()
-    return int(line.split()[1]), headers
-
-
 async def get(port: int, path: str, *, timeout: float = 5.0) -> tuple[int, bytes]:
     """Return status and body; status 0 if there was no answer in time."""
     try:
         async with asyncio.timeout(timeout), exchange(port, path) as answer:
             return answer.status, await answer.body()
-    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+    except (OSError, TimeoutError, ValueError):
         return 0, b""

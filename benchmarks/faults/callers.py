@@ -66,7 +66,7 @@ async def ask(
     try:
         async with asyncio.timeout(timeout):
             await _ask(port, path, body, seen)
-    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+    except (OSError, TimeoutError, ValueError) as error:
         seen.message = seen.message or f"{type(error).__name__}: {error}"
     seen.ended = time.monotonic()
     return seen

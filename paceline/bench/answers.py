@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httptools
 import msgspec
 
+from paceline.wire.response import Fault, Head, ResponseReader
 from paceline.wire.sse import PINGS, SseEvents, name_of, names_error, payload_of
 
 __all__ = ["REFUSALS", "Answer", "Outcome"]
@@ -79,14 +79,13 @@ class Outcome:
 
 
 class Answer:
-    """Parses one answer. Also the callbacks of httptools' parser."""
+    """Parses one answer."""
 
     def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
+        self._reader = ResponseReader()
         self._now = 0.0
         self._status = 0
         self._stream = False
-        self._has_length = False
         self._events = SseEvents(_MOST_BYTES)
         # body so far, of an answer that is no stream
         self._rest = b""
@@ -103,8 +102,6 @@ class Answer:
         self.begun = False
         # whether all of the body came
         self.complete = False
-        # whether the connection may be used again
-        self.reusable = False
 
     @property
     def status(self) -> int:
@@ -120,21 +117,27 @@ class Answer:
         """Process bytes that came at ``now``; no bytes are the connection's end."""
         self._now = now
         if not data:
-            # without a length, the end of the connection is the end of the body
-            if self._status and not self._has_length and not self.complete:
-                self.on_message_complete()
+            if self._reader.ends_with_connection and not self.complete:
+                self._end()
             elif not self.complete:
                 self.fail("cut off" if self.begun else "no answer", "the connection was closed")
             return
         self.begun = True
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            # bytes after the end do not concern this answer, only its connection
-            if self.complete:
-                self.reusable = False
+        for event in self._reader.feed(data):
+            if isinstance(event, bytes):
+                self._body(event)
+            elif isinstance(event, Head):
+                self._head(event)
+            elif isinstance(event, Fault):
+                self.fail("not HTTP", event.why)
             else:
-                self.fail("not HTTP", str(error) or type(error).__name__)
+                self._end()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the connection may be used again."""
+        reader = self._reader
+        return reader.is_complete and reader.keeps_alive and not reader.is_unsolicited
 
     def fail(self, failure: str, detail: str) -> None:
         """End the answer. Of several failures the first counts, and none after a finish reason, as
@@ -149,25 +152,12 @@ class Answer:
         if not self._failure:
             self._failure, self._detail = failure, " ".join(detail.split())[:_DETAIL_CHARS]
 
-    # ---------------------------------------------------------------- the parser's
+    def _head(self, head: Head) -> None:
+        self._status = head.status
+        kind = dict(head.headers).get(b"content-type", b"")
+        self._stream = head.status == 200 and kind.lower().startswith(b"text/event-stream")
 
-    def on_message_begin(self) -> None:
-        if self.complete:
-            # not requested: the parser stops here, and the connection is not reused
-            raise ValueError("a second answer")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name == b"content-type":
-            self._stream = value.lower().startswith(b"text/event-stream")
-        elif name in (b"content-length", b"transfer-encoding"):
-            self._has_length = True
-
-    def on_headers_complete(self) -> None:
-        self._status = self._parser.get_status_code()
-        self._stream = self._stream and self._status == 200
-
-    def on_body(self, data: bytes) -> None:
+    def _body(self, data: bytes) -> None:
         if self._stream:
             for event in self._events.feed(data):
                 self._event(event)
@@ -176,12 +166,8 @@ class Answer:
         if self._events.too_long or len(self._rest) > _MOST_BYTES:
             self.fail("too long", f"more than {_MOST_BYTES} bytes without an end")
 
-    def on_message_complete(self) -> None:
-        if 100 <= self._status < 200:
-            self._status = 0
-            return
+    def _end(self) -> None:
         self.complete = True
-        self.reusable = self._has_length and self._parser.should_keep_alive()
         self.body = b"" if self._stream else self._rest
         if self._stream:
             self._close_stream()

@@ -6,18 +6,16 @@ One connection carries one attempt, so that closing it cancels the attempt on th
 from __future__ import annotations
 
 import ssl
-from typing import Final
 from urllib.parse import urlsplit
 
-import httptools
 import msgspec
 
 from paceline.client.policy import Target
 from paceline.client.steps import Broken, Closed, Data, Head, Input, Open
+from paceline.wire import response
+from paceline.wire.response import Fault, ReadEvent, ResponseReader
 
 __all__ = ["Address", "AnswerReader"]
-
-_MAX_HEAD_BYTES: Final = 64 * 1024
 
 
 class Address:
@@ -50,50 +48,22 @@ class AnswerReader:
     """Turns the bytes of one connection into inputs of a ``Machine``."""
 
     def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._inputs: list[Input] = []
-        self._headers: dict[str, str] = {}
-        self._head_bytes = 0
-        self._in_head = True
-        self._framed = False
-        self._wall = 0.0
+        self._reader = ResponseReader()
 
     def feed(self, data: bytes, wall: float) -> list[Input]:
         """Return the inputs in ``data``; no bytes: the server has closed. ``wall`` is unix time."""
-        self._inputs = []
-        self._wall = wall
         if not data:
-            whole = not self._in_head and not self._framed
-            return [Closed() if whole else Broken("the connection was closed")]
-        if self._in_head:
-            self._head_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._inputs.append(Broken("the answer is not HTTP"))
-        if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
-            self._inputs.append(Broken(f"the answer's head has over {_MAX_HEAD_BYTES} bytes"))
-        return self._inputs
+            is_end = self._reader.ends_with_connection
+            return [Closed() if is_end else Broken("the connection was closed")]
+        return [_input_of(event, wall) for event in self._reader.feed(data)]
 
-    # ---------------------------------------------------------------- of the parser
 
-    def on_message_begin(self) -> None:
-        self._headers = {}
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        key = name.decode("latin-1").lower()
-        self._framed = self._framed or key in ("content-length", "transfer-encoding")
-        self._headers[key] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status >= 200:
-            self._in_head = False
-            self._inputs.append(Head(status, self._headers, self._wall))
-
-    def on_body(self, data: bytes) -> None:
-        self._inputs.append(Data(data))
-
-    def on_message_complete(self) -> None:
-        if not self._in_head:
-            self._inputs.append(Closed())
+def _input_of(event: ReadEvent, wall: float) -> Input:
+    if isinstance(event, bytes):
+        return Data(event)
+    if isinstance(event, Fault):
+        return Broken(event.why)
+    if isinstance(event, response.Head):
+        text = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in event.headers]
+        return Head(event.status, dict(text), wall)
+    return Closed()

@@ -12,23 +12,22 @@ import ipaddress
 import logging
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
-import httptools
+from paceline.wire.response import Fault, Head, ReadEvent, ResponseReader
 
 _log = logging.getLogger("paceline.gateway")
 
-__all__ = ["ConnectError", "Connection", "Headers", "Origin", "Pool", "Sink", "lines_of"]
+__all__ = ["ConnectError", "Connection", "Headers", "Origin", "Pool", "Reply", "Sink", "lines_of"]
 
 Headers = list[tuple[bytes, bytes]]
 
 # largest head of an answer; more than any engine sends
 _MAX_HEAD_BYTES: Final = 32 * 1024
 _MAX_IDLE: Final = 1024
-# largest size line of a chunk, line break included, that is read without the parser
-_MOST_SIZE_BYTES: Final = 9
 # addresses, in addition to all link-local ones (169.254.169.254), at which clouds hand out
 # credentials: AWS on IPv6, Alibaba, Azure
 _CREDENTIALS: Final = frozenset(
@@ -69,6 +68,18 @@ class Sink(Protocol):
     def on_lost(self, why: str) -> None:
         """Take note that the connection ended before the answer did."""
         ...
+
+
+class Reply(Sink, Protocol):
+    """A sink whose answer is waited for; see ``Pool.ask``."""
+
+    @property
+    def ready(self) -> asyncio.Future[None]:
+        """Done when enough of the answer has come; holds a ConnectError if there is none."""
+        ...
+
+
+_Reply = TypeVar("_Reply", bound=Reply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +127,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
+        self._reader = ResponseReader(_MAX_HEAD_BYTES)
         self._sink: Sink | None = None
-        self._head: Headers = []
-        # bytes of the present incomplete head, and of its lines so far
-        self._head_bytes = self._parsed_bytes = 0
-        self._in_head = True
-        self._framed = False
-        self._interim = False
-        self._keep = False
-        self._whole = False
-        # a message has begun after the answer, and no request is running
-        self._unsolicited = False
-        # body parts of the present read
-        self._parts: list[bytes] = []
-        # the parser has seen the end of a chunk, and no new one since
-        self._chunk_ended = False
-        # the next byte is the first of a chunk
-        self._between_chunks = False
         # number of reads with bytes of the present answer
         self.num_reads = 0
         # whether reading is paused
@@ -164,7 +159,7 @@ class Connection(asyncio.Protocol):
         """Send a request, head and body; its answer goes to ``sink``."""
         assert self._sink is None and self._transport is not None, "the connection is in use"
         self._sink = sink
-        self._whole = False
+        self._reader.expect()
         self.num_reads = 0
         self._transport.write(request)
 
@@ -203,67 +198,56 @@ class Connection(asyncio.Protocol):
             self._drop_unsolicited()
             return
         self.num_reads += 1
-        if self._between_chunks:
-            # the common case, one chunk alone in the common form: the parser, which is between two
-            # chunks, need not see it
-            start = data.find(b"\r\n", 1, _MOST_SIZE_BYTES) + 2
-            size = len(data) - start - 2
-            if size > 0 and data[:start] == b"%x\r\n" % size and data[-2:] == b"\r\n":
-                try:
-                    sink.on_data(data[start:-2])
-                except Exception:
-                    self._sink_failed()
-                return
-        if self._in_head:
-            self._head_bytes += len(data)
+        reader = self._reader
         try:
-            self._parser.feed_data(data)
-            self._deliver()
-        except httptools.HttpParserError as error:
-            # its caller gets the valid part
-            self._deliver()
-            if self._whole:
-                self._drop_unsolicited()
-            else:
-                self._lose(f"the answer is not HTTP: {str(error)[:100]}")
-            return
-        except httptools.HttpParserUpgrade:
-            self._lose("the answer switches to another protocol")
-            return
+            part = reader.read_chunk(data)
+            if part is not None:
+                # nearly all reads of a stream
+                sink.on_data(part)
+                return
+            for event in reader.feed(data):
+                if self._sink is None:
+                    # the sink has dropped the connection
+                    break
+                self._pass_on(event, sink)
         except Exception:
             self._sink_failed()
             return
-        if self._whole:
-            self._end_read()
-        elif self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
-            self._lose(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")
-        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
+        if reader.is_complete:
+            # only now is it known whether more bytes followed the answer
+            if reader.is_unsolicited:
+                self._drop_unsolicited()
+            elif reader.keeps_alive and self.is_open:
+                self._pool.give_back(self)
 
-    def _end_read(self) -> None:
-        """End a read that completed an answer: only now is it known whether more bytes followed
-        it."""
-        if self._unsolicited:
-            self._drop_unsolicited()
-        elif self._keep and self.is_open:
-            self._pool.give_back(self)
+    def _pass_on(self, event: ReadEvent, sink: Sink) -> None:
+        if isinstance(event, bytes):
+            sink.on_data(event)
+        elif isinstance(event, Head):
+            sink.on_head(event.status, event.headers)
+        elif isinstance(event, Fault):
+            self._lose(event.why)
+        else:
+            self._end(sink)
+
+    def _end(self, sink: Sink) -> None:
+        self._sink = None
+        if self._reader.keeps_alive:
+            self.resume()
+        elif self._transport is not None:
+            self._transport.close()
+        try:
+            sink.on_end()
+        except Exception:
+            # the sink must get an end, or its request waits for ever
+            _log.exception("sink_failed")
+            sink.on_lost("the gateway failed on this answer")
 
     def _drop_unsolicited(self) -> None:
         """Drop the connection, as the next request would take these bytes for its answer."""
         if self.is_open:
             self._pool.count_unsolicited()
         self.drop()
-
-    def _deliver(self) -> None:
-        """Pass on the body parts of the present read."""
-        parts, sink = self._parts, self._sink
-        if not parts:
-            return
-        self._parts = []
-        if sink is not None:
-            try:
-                sink.on_data(parts[0] if len(parts) == 1 else b"".join(parts))
-            except Exception:
-                self._sink_failed()
 
     def _sink_failed(self) -> None:
         """Fail this request, and no other, by a fault of ours."""
@@ -274,7 +258,7 @@ class Connection(asyncio.Protocol):
         self.is_paused = False
         sink, self._sink = self._sink, None
         # without a length or chunks, the end of the connection is the end of the body
-        is_end = exc is None and not self._in_head and not self._framed
+        is_end = exc is None and self._reader.ends_with_connection
         was_free = self._pool.forget(self)
         if not self._dropped and (was_free or (sink is not None and not is_end)):
             self._pool.num_lost += 1
@@ -291,74 +275,6 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         if sink is not None:
             sink.on_lost(why)
-
-    # ---------------------------------------------------------------- of the parser
-
-    def on_message_begin(self) -> None:
-        if self._whole:
-            self._unsolicited = True
-            return
-        self._head, self._in_head, self._framed, self._whole = [], True, False, False
-        self._chunk_ended = self._between_chunks = False
-        self._head_bytes = self._parsed_bytes = 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._unsolicited:
-            # the list of headers belongs to the sink by now
-            return
-        self._parsed_bytes += len(name) + len(value)
-        if self._parsed_bytes > _MAX_HEAD_BYTES:
-            raise ValueError("too long a head")
-        if not self._in_head:
-            # a trailer does not belong to the head
-            return
-        name = name.lower()
-        if name in (b"content-length", b"transfer-encoding"):
-            self._framed = True
-        self._head.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        self._interim = 100 <= status < 200
-        if self._interim or self._sink is None:
-            return
-        self._in_head = False
-        self._keep = self._framed and self._parser.should_keep_alive()
-        if status in (204, 304):
-            self._framed = True
-        self._sink.on_head(status, self._head)
-
-    def on_body(self, data: bytes) -> None:
-        self._parts.append(data)
-
-    def on_chunk_header(self) -> None:
-        self._chunk_ended = False
-
-    def on_chunk_complete(self) -> None:
-        self._chunk_ended = True
-
-    def on_message_complete(self) -> None:
-        if self._interim:
-            return
-        self._whole = True
-        self._chunk_ended = False
-        # while the connection is this answer's: its sink may still pause or drop it
-        self._deliver()
-        sink, self._sink = self._sink, None
-        if sink is None:
-            # dropped
-            return
-        self._in_head = True
-        if self._keep:
-            self.resume()
-        elif self._transport is not None:
-            self._transport.close()
-        try:
-            sink.on_end()
-        except Exception:
-            # the sink must get an end, or its request waits for ever
-            _log.exception("sink_failed")
-            sink.on_lost("the gateway failed on this answer")
 
 
 class Pool:
@@ -422,6 +338,46 @@ class Pool:
             why = "no connection: its address is where clouds keep credentials"
             raise ConnectError(why, unreachable=True)
         return connection
+
+    async def ask(
+        self, request: bytes, make: Callable[[Connection], _Reply], timeout: float
+    ) -> _Reply:
+        """Send a request, head and body, and return its sink once that is ``ready``. The connection
+        is dropped if there is no answer.
+
+        Args:
+            make: makes the sink for a connection; called again if the other side closed an idle
+                connection just as it was reused.
+
+        Raises ConnectError.
+        """
+        connection: Connection | None = None
+        reply: _Reply | None = None
+        is_answered = False
+        try:
+            async with asyncio.timeout(timeout):
+                while not is_answered:
+                    reused = self.free()
+                    connection = reused or await self.connect()
+                    reply = make(connection)
+                    connection.send(request, reply)
+                    try:
+                        await reply.ready
+                        is_answered = True
+                    except ConnectError:
+                        if reused is None or connection.begun:
+                            raise
+        except TimeoutError:
+            # after a held-up event loop, answer and timeout arrive together: the answer counts
+            if reply is None or not reply.ready.done() or reply.ready.cancelled():
+                raise ConnectError(f"no answer within {timeout:g} s") from None
+            reply.ready.result()
+            is_answered = True
+        finally:
+            if connection is not None and not is_answered:
+                connection.drop()
+        assert reply is not None, "it is ready"
+        return reply
 
     def give_back(self, connection: Connection) -> None:
         connection.idle_since, connection.is_used = time.monotonic(), True

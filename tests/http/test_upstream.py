@@ -84,7 +84,8 @@ class Parser:
 def asked() -> tuple[Connection, Sink, Parser]:
     pool = Pool(Origin.of("http://h"), connect_timeout=1.0, idle=1.0)
     connection: Any = Connection(pool)
-    parser = connection._parser = Parser(connection._parser)
+    reader = connection._reader
+    parser = reader._parser = Parser(reader._parser)
     connection.connection_made(Transport())
     sink = Sink()
     connection.send(b"GET / HTTP/1.1\r\n\r\n", sink)

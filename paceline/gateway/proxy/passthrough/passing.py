@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 from types import TracebackType
 from typing import Final, Protocol, Self
 
@@ -49,7 +50,8 @@ class Passed:
         self.upstream, self.connection = upstream, connection
         self.status = 0
         self.headers: Headers = []
-        self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # done when the head came
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # the head was sent to the caller
         self.is_told = False
         self._parts: deque[bytes] = deque()
@@ -62,8 +64,8 @@ class Passed:
     def on_head(self, status: int, headers: Headers) -> None:
         """Take the head of the answer."""
         self.status, self.headers = status, headers
-        if not self.head.done():
-            self.head.set_result(None)
+        if not self.ready.done():
+            self.ready.set_result(None)
 
     def on_data(self, data: bytes) -> None:
         """Take a part of the body; pause the engine if too much waits."""
@@ -81,8 +83,8 @@ class Passed:
     def on_lost(self, why: str) -> None:
         """Note that the connection ended before the answer did."""
         self._why = why
-        if not self.head.done():
-            self.head.set_exception(ConnectError(why))
+        if not self.ready.done():
+            self.ready.set_exception(ConnectError(why))
         self._wake.set()
 
     async def parts(self) -> AsyncIterator[bytes]:
@@ -169,30 +171,4 @@ async def pass_on(
     said = {name for name, _ in headers}
     common = [h for h in upstream.headers() if h[0] not in said] + headers
     request = upstream.pool.origin.head(method, target, common, length) + (body or b"")
-    connection = passed = None
-    try:
-        async with asyncio.timeout(timeout):
-            while True:
-                reused = upstream.pool.free()
-                connection = reused or await upstream.pool.connect()
-                passed = Passed(upstream, connection)
-                connection.send(request, passed)
-                try:
-                    await passed.head
-                except ConnectError:
-                    # the engine closed the idle connection just as it was reused
-                    if reused is None or connection.begun:
-                        raise
-                    continue
-                connection = None
-                return passed
-    except TimeoutError:
-        # after a held-up event loop, head and timeout arrive together: the head counts
-        if passed is None or not passed.head.done() or passed.head.cancelled():
-            raise ConnectError(f"no answer within {timeout:g} s") from None
-        passed.head.result()
-        connection = None
-        return passed
-    finally:
-        if connection is not None:
-            connection.drop()
+    return await upstream.pool.ask(request, partial(Passed, upstream), timeout)

@@ -1,0 +1,200 @@
+"""Reading of HTTP/1.1 answers: bytes of one connection in, heads, bodies and ends out.
+
+The one reader of the gateway, the client and ``paceline bench``. An answer is complete when its
+length, its last chunk or, without either, the connection's end says so. Heads of status 1xx are
+skipped, and trailers belong to no head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import httptools
+
+__all__ = ["End", "Fault", "Head", "ReadEvent", "ResponseReader"]
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+# largest size line of a chunk, line break included, that is read without the parser
+_MOST_SIZE_BYTES: Final = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Head of an answer."""
+
+    status: int
+    # names in lower case
+    headers: list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End of an answer that is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The connection holds no complete answer; nothing more can be read from it."""
+
+    why: str
+
+
+# bytes: a part of the body, not empty
+ReadEvent = Head | bytes | End | Fault
+
+_END: Final = End()
+
+
+class ResponseReader:
+    """Reader of one connection, whose answers follow each other.
+
+    Args:
+        max_head_bytes: of one answer's head.
+    """
+
+    __slots__ = (
+        "_between_chunks", "_chunk_ended", "_events", "_framed", "_head_bytes", "_headers",
+        "_in_head", "_interim", "_keep", "_max_head_bytes", "_parsed_bytes", "_parser", "_parts",
+        "is_complete", "is_unsolicited",
+    )  # fmt: skip
+
+    def __init__(self, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._max_head_bytes = max_head_bytes
+        self._events: list[ReadEvent] = []
+        # body parts of the present read
+        self._parts: list[bytes] = []
+        self._headers: list[tuple[bytes, bytes]] = []
+        # bytes of the present incomplete head, and of its lines so far
+        self._head_bytes = self._parsed_bytes = 0
+        self._in_head = True
+        # the answer has a length, or chunks
+        self._framed = False
+        self._interim = False
+        self._keep = False
+        # the parser has seen the end of a chunk, and no new one since
+        self._chunk_ended = False
+        # the next byte is the first of a chunk
+        self._between_chunks = False
+        # the answer is complete
+        self.is_complete = False
+        # bytes came after a complete answer, which no request had asked for
+        self.is_unsolicited = False
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the answer lets its connection carry another one."""
+        return self._keep
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether the connection's end is now the end of the body, which has neither length nor
+        chunks."""
+        return not self._in_head and not self._framed
+
+    def expect(self) -> None:
+        """Take note that another request was sent: the next bytes are its answer."""
+        self.is_complete = False
+
+    def read_chunk(self, data: bytes) -> bytes | None:
+        """Fast path for a read, instead of ``feed``: return its part of the body if it is one chunk
+        alone in the common form; None: call ``feed``. The parser, which is between two chunks, need
+        not see it."""
+        if not self._between_chunks:
+            return None
+        start = data.find(b"\r\n", 1, _MOST_SIZE_BYTES) + 2
+        size = len(data) - start - 2
+        if size > 0 and data[:start] == b"%x\r\n" % size and data[-2:] == b"\r\n":
+            return data[start:-2]
+        return None
+
+    def feed(self, data: bytes) -> list[ReadEvent]:
+        """Return what ``data`` holds, with the body in one piece. No error is raised; after a
+        ``Fault`` there is nothing more to read."""
+        events: list[ReadEvent] = []
+        self._events = events
+        if self._in_head:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._parts.clear()
+            events.append(Fault("the answer switches to another protocol"))
+            return events
+        except httptools.HttpParserError as error:
+            # the valid part counts
+            self._end_part()
+            if self.is_complete:
+                self.is_unsolicited = True
+            else:
+                events.append(Fault(f"the answer is not HTTP: {str(error)[:100]}"))
+            return events
+        self._end_part()
+        if not self.is_complete and self._in_head and self._head_bytes > self._max_head_bytes:
+            most = self._max_head_bytes
+            events.append(Fault(f"the answer's head has over {most} bytes"))
+        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
+        return events
+
+    def _end_part(self) -> None:
+        if self._parts:
+            parts, self._parts = self._parts, []
+            self._events.append(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    # ---------------------------------------------------------------- of the parser
+
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            self.is_unsolicited = True
+            return
+        self._headers, self._in_head, self._framed = [], True, False
+        self._chunk_ended = self._between_chunks = False
+        self._parsed_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.is_unsolicited:
+            return
+        self._parsed_bytes += len(name) + len(value)
+        if self._parsed_bytes > self._max_head_bytes:
+            raise ValueError("too long a head")
+        if not self._in_head:
+            # a trailer does not belong to the head
+            return
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self.is_unsolicited:
+            return
+        self._head_bytes = 0
+        status = self._parser.get_status_code()
+        self._interim = 100 <= status < 200
+        if self._interim:
+            return
+        self._in_head = False
+        self._keep = self._framed and self._parser.should_keep_alive()
+        if status in (204, 304):
+            self._framed = True
+        self._events.append(Head(status, self._headers))
+
+    def on_body(self, data: bytes) -> None:
+        if not self.is_unsolicited:
+            self._parts.append(data)
+
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
+
+    def on_message_complete(self) -> None:
+        if self._interim or self.is_unsolicited:
+            return
+        self.is_complete = True
+        self._chunk_ended = False
+        self._end_part()
+        self._in_head = True
+        self._events.append(_END)
