@@ -12,12 +12,14 @@ from paceline.gateway.billing.spending import Spending
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.routes import Routes
+from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import KINDS
 from paceline.gateway.upstreams.capabilities import CAPABILITIES
 from paceline.gateway.upstreams.registry import UpstreamRegistry
 from paceline.gateway.upstreams.state import state_of
 from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.errors import HttpError
+from paceline.http.keys import KeyRing
 from paceline.routing import RetryBudget
 
 __all__ = ["AdminAnswer", "AdminRoutes", "GatewayState", "as_json"]
@@ -27,8 +29,10 @@ AdminAnswer = tuple[int, str, bytes]
 
 
 class GatewayState(Protocol):
-    """The state that admin routes show: ``Gateway``."""
+    """The state that other routes than those of requests read: ``Gateway``."""
 
+    config: GatewayConfig
+    keys: KeyRing
     now: Callable[[], float]
     upstreams: UpstreamRegistry
     routes: Routes

@@ -104,7 +104,7 @@ class Gateway:
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self._admin = AdminRoutes(self)
         self.stored = StoredObjects(self)
-        self._counting = Counting(self)
+        self._counting = Counting(self, self.stored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -18,6 +18,7 @@ from paceline.http.errors import Reply, error_body
 from paceline.http.plain import PlainProtocol
 from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import WatchedProtocol
+from paceline.wire import fast_paths
 
 __all__ = ["Connection", "allow_open_files"]
 
@@ -123,7 +124,7 @@ class Connection(PlainProtocol, WatchedProtocol):
             # its connection
             cycle.waiting_for_100_continue = False
             cycle.chunked_encoding, cycle.expected_content_length = False, _NoLength()
-        else:
+        elif fast_paths.are_on():
             # ASGI asks for a dict of each; this one is internal
             ours: Any = {BODY_WRITER: _BodyWriter(cycle)}
             self.scope["extensions"] = ours

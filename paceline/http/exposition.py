@@ -18,6 +18,8 @@ from typing import Final, Literal, NamedTuple, Protocol
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from paceline.wire import fast_paths
+
 __all__ = [
     "Description",
     "Family",
@@ -281,7 +283,11 @@ class Registry:
 
     def render(self) -> str:
         """Return the text exposition format, version 0.0.4."""
-        text = "".join([family.render() for family in self._families.values()])
+        families = self._families.values()
+        if fast_paths.are_on():
+            text = "".join([family.render() for family in families])
+        else:
+            text = "".join(map(_rendered, families))
         return text + generate_latest(self._collected).decode() if self._has_collected else text
 
     def samples(self) -> Iterator[Sample]:
@@ -293,6 +299,16 @@ class Registry:
     def _add(self, family: Family) -> None:
         assert family.name not in self._families, f"two families are called {family.name}"
         self._families[family.name] = family
+
+
+def _rendered(family: Family) -> str:
+    """Render a family from its samples, without lines that were written before."""
+    lines = [_head(family)]
+    for sample in family.samples():
+        name = sample.name.removeprefix(family.name)
+        number = f"{sample.value:.0f}" if name in ("_bucket", "_count") else _number(sample.value)
+        lines.append(f"{sample.name}{_braces(sample.labels)} {number}\n")
+    return "".join(lines)
 
 
 def _head(family: Family) -> str:

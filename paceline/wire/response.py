@@ -12,6 +12,8 @@ from typing import Final
 
 import httptools
 
+from paceline.wire import fast_paths
+
 __all__ = ["End", "Fault", "Head", "ReadEvent", "ResponseReader"]
 
 MAX_HEAD_BYTES: Final = 64 * 1024
@@ -53,12 +55,6 @@ class ResponseReader:
         max_head_bytes: of one answer's head.
     """
 
-    __slots__ = (
-        "_between_chunks", "_chunk_ended", "_events", "_framed", "_head_bytes", "_headers",
-        "_in_head", "_interim", "_keep", "_max_head_bytes", "_parsed_bytes", "_parser", "_parts",
-        "is_complete", "is_unsolicited",
-    )  # fmt: skip
-
     def __init__(self, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._max_head_bytes = max_head_bytes
@@ -75,8 +71,9 @@ class ResponseReader:
         self._keep = False
         # the parser has seen the end of a chunk, and no new one since
         self._chunk_ended = False
-        # the next byte is the first of a chunk
+        # the next byte is the first of a chunk, and ``read_chunk`` may read that
         self._between_chunks = False
+        self._may_skip = fast_paths.are_on()
         # the answer is complete
         self.is_complete = False
         # bytes came after a complete answer, which no request had asked for
@@ -134,7 +131,7 @@ class ResponseReader:
         if not self.is_complete and self._in_head and self._head_bytes > self._max_head_bytes:
             most = self._max_head_bytes
             events.append(Fault(f"the answer's head has over {most} bytes"))
-        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
+        self._between_chunks = self._may_skip and self._chunk_ended and data.endswith(b"\r\n")
         return events
 
     def _end_part(self) -> None:

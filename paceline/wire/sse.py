@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from paceline.wire import fast_paths
+
 __all__ = ["MAX_EVENT_BYTES", "PINGS", "SseEvents", "name_of", "names_error", "payload_of"]
 
 # most bytes of one event; a server that sends more without an end sends no stream
@@ -26,10 +28,11 @@ class SseEvents:
         max_bytes: of one event, with a byte for each of its line ends.
     """
 
-    __slots__ = ("_after_cr", "_begun", "_max", "_rest", "too_long")
+    __slots__ = ("_after_cr", "_begun", "_is_fast", "_max", "_rest", "too_long")
 
     def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max = max_bytes
+        self._is_fast = fast_paths.are_on()
         self.clear()
 
     def clear(self) -> None:
@@ -47,7 +50,7 @@ class SseEvents:
             data = self._with_line_feeds(data)
         rest = self._rest
         if not rest:
-            end = len(data) - 2
+            end = len(data) - 2 if self._is_fast and not self.too_long else 0
             if 0 < end < self._max - 1 and data.find(b"\n\n") == end and data[:1] != b"\n":
                 # nearly every read brings one event
                 return [data[:-2]]

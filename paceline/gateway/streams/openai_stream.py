@@ -30,6 +30,7 @@ from paceline.gateway.streams.chunks import (
     without_ids,
 )
 from paceline.gateway.streams.usage import Usage
+from paceline.wire import fast_paths
 from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
 
 __all__ = ["DONE", "OpenAIStreamRelay", "StreamRelay"]
@@ -175,6 +176,7 @@ class OpenAIStreamRelay:
         self._swaps = []
         # only full parsing can keep text and show ids
         learns = self.num_choices == 1 and self.hide_ids and not self.keep_text
+        learns = learns and fast_paths.are_on()
         self._lessons = _LESSONS if learns else 0
         self._forget_shape()
         self.relay_event = relay_nothing

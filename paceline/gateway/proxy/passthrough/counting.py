@@ -4,15 +4,14 @@ engine that cannot count has not failed."""
 from __future__ import annotations
 
 import random
-from typing import Final, Protocol
+from typing import Final
 
-from paceline.gateway.billing.spending import Spending
+from paceline.gateway.admin import GatewayState
 from paceline.gateway.proxy.passthrough.kept import StoredObjects, headers_for
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.incoming import IncomingRequest
-from paceline.gateway.routing.routes import Endpoint, Route, Routes
-from paceline.gateway.settings.config import GatewayConfig
+from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.http.errors import HttpError
 from paceline.http.sse import unless_disconnected
 from paceline.http.upstream import ConnectError
@@ -31,18 +30,11 @@ _VERSIONS: Final = (b"anthropic-version", b"anthropic-beta")
 _SECONDS: Final = 30.0
 
 
-class _Gateway(Protocol):
-    config: GatewayConfig
-    routes: Routes
-    spending: Spending
-    stored: StoredObjects
-
-
 class Counting:
     """Counting paths of one gateway."""
 
-    def __init__(self, gateway: _Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: GatewayState, stored: StoredObjects) -> None:
+        self._gateway, self._stored = gateway, stored
 
     async def answer(self, incoming: IncomingRequest) -> None:
         """Answer a counting request. Raises HttpError and RequestError."""
@@ -53,7 +45,7 @@ class Counting:
         route = gateway.routes.find(body.model, 0.0)
         alias = route.model if route.asked else ""
         gateway.spending.check(incoming.tenant, body.model or route.model, alias)
-        route = await gateway.stored.bound(route, body, incoming.tenant)
+        route = await self._stored.bound(route, body, incoming.tenant)
         await unless_disconnected(incoming.receive, self._ask(incoming, body, route))
 
     async def _ask(self, incoming: IncomingRequest, body: Body, route: Route) -> None:

@@ -19,26 +19,23 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import parse_qs, quote
 
 import msgspec
 
 from paceline.errors import InvalidRequestError
-from paceline.gateway.admin import as_json
-from paceline.gateway.billing.spending import Spending
+from paceline.gateway.admin import GatewayState, as_json
 from paceline.gateway.proxy.context import Watch
 from paceline.gateway.proxy.passthrough.homes import Homes
 from paceline.gateway.proxy.passthrough.passing import Passed, pass_on
 from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.incoming import IncomingRequest
-from paceline.gateway.routing.routes import Route, Routes
-from paceline.gateway.settings.config import GatewayConfig, key_limits
-from paceline.gateway.upstreams.registry import UpstreamRegistry
+from paceline.gateway.routing.routes import Route
+from paceline.gateway.settings.config import key_limits
 from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.errors import HttpError
 from paceline.http.fields import show
-from paceline.http.keys import KeyRing
 from paceline.http.sse import unless_disconnected
 from paceline.http.upstream import ConnectError, Headers
 
@@ -79,19 +76,10 @@ _PAGE: Final[Mapping[str, tuple[int, int, int]]] = {
 _MOST_PAGES: Final = 100
 
 
-class _Gateway(Protocol):
-    config: GatewayConfig
-    upstreams: UpstreamRegistry
-    keys: KeyRing
-    routes: Routes
-    spending: Spending
-    draining: bool
-
-
 class StoredObjects:
     """Stored objects of one gateway."""
 
-    def __init__(self, gateway: _Gateway) -> None:
+    def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
         self.homes = Homes()
 
