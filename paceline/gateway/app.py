@@ -117,7 +117,9 @@ class Gateway:
         else:
             request_id = f"{random.getrandbits(128):032x}"
 
-        incoming = IncomingRequest(scope, headers, receive, send, request_id, self._common_headers)
+        incoming = IncomingRequest(
+            scope, scope["path"], headers, receive, send, request_id, self._common_headers
+        )
         try:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
@@ -178,7 +180,7 @@ class Gateway:
         body = read_body(await incoming.read_json(self.config.max_body_size))
         size = measure(body.fields)
         tokens = self._bytes_per_token.tokens(body.model, size)
-        route = self.routes.find(body.model, tokens).serving(path, body)
+        route = self.routes.find(body.model, tokens, path=path).serving(path, body)
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
         if path == RESPONSES:

@@ -106,7 +106,7 @@ class Connection(PlainProtocol, WatchedProtocol):
             # the data after it belongs to another protocol
             self._refuse(501, "this server is no proxy: CONNECT is not served")
             raise _RefusedError
-        hosts = sum(name == b"host" for name, _ in self.headers)
+        hosts = [name for name, _ in self.headers].count(b"host")
         if hosts > 1 or (not hosts and version == "1.1"):
             # RFC 9112, 3.2: proxies on the way may have used another one
             self._refuse(400, f"a request must have one Host header, got {hosts}")
@@ -280,11 +280,19 @@ class _BodyWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def offer(self, body: bytes) -> bool:
-        if not self.is_ready:
+        cycle = self._cycle
+        # as in ``is_ready``, whose call would cost more: this is done for every chunk
+        if (
+            cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or not cycle.response_started
+            or not cycle.chunked_encoding
+        ):
             return False
         size = len(body)
         self.num_bytes += size
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (size, body))
+        cycle.transport.write(b"%x\r\n%b\r\n" % (size, body))
         return True
 
     def finish(self, body: bytes) -> bool:

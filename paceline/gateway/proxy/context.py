@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, Trace
 from paceline.gateway.requests.body import Body
@@ -52,8 +54,7 @@ class Allowed:
 _ALL: Final = Allowed()
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """The caller, and what comes with its request."""
 
     request_id: str
@@ -75,8 +76,7 @@ class Caller:
         return hmac.digest(secret.encode(), tenant.encode(), hashlib.sha256).hex()[:32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     """One request as it was given, and the parts of the gateway that serve it."""
 
     config: GatewayConfig

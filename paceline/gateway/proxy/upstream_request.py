@@ -87,7 +87,7 @@ class UpstreamRequest:
                 refuse.
         """
         changes = self._changes(endpoint, resumed=resumed)
-        for name in left_out | endpoint.upstream.left_out(endpoint.model):
+        for name in (*left_out, *endpoint.upstream.left_out(endpoint.model)):
             changes.pop(name, None)
         body = endpoint.upstream.dialect.body(self.context.path, self.context.body, changes)
         return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(endpoint), len(body), body)
@@ -136,17 +136,18 @@ class UpstreamRequest:
         changes: dict[str, Any] = {}
         if "model" not in body.fields or endpoint.model != body.model:
             changes["model"] = endpoint.model
-        limits = self._limits(endpoint)
+        limits = {} if body.cap is None else self._limits(endpoint, body.cap)
         changes |= limits
         if self.context.caller.salt and facts.salts:
             changes["cache_salt"] = self.context.caller.salt
-        if body.stream and self.context.path in RESUMABLE:
-            if not body.include_usage:
+        if self.context.path in RESUMABLE:
+            has_ids = takes_ids(endpoint)
+            if body.stream and not body.include_usage:
                 changes["stream_options"] = {**body.stream_options(), "include_usage": True}
-            if takes_ids(endpoint) and not body.resumed:
+            if body.stream and has_ids and not body.resumed:
                 changes["return_token_ids"] = True
-        if takes_ids(endpoint) and body.seed is None and self.context.path in RESUMABLE:
-            changes["seed"] = self._seed = self._seed or new_seed()
+            if has_ids and body.seed is None:
+                changes["seed"] = self._seed = self._seed or new_seed()
         if resumed:
             assert self.relay is not None, "a stream is resumed"
             ids = self.relay.resume_ids()
@@ -156,13 +157,13 @@ class UpstreamRequest:
                 changes |= self._behind_text(self.relay, limits)
         return changes
 
-    def _limits(self, endpoint: Endpoint) -> dict[str, int]:
-        """Return fields that keep an answer within its reservation; none if its caller set a limit
-        or the engine's context is tighter."""
+    def _limits(self, endpoint: Endpoint, most: int) -> dict[str, int]:
+        """Return fields that keep an answer within its reservation, ``most``; none if the engine's
+        context is tighter."""
         body, context = self.context.body, endpoint.max_model_len
-        if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
+        if context is not None and most >= context - body.prompt_tokens:
             return {}
-        cap = min(body.cap, self._caps.get(endpoint.upstream.name, body.cap))
+        cap = min(most, self._caps.get(endpoint.upstream.name, most))
         told = {known: cap for known in body.limits if body.limits[known] < 0}
         if body.limits.get(PREDICT, 0) > cap:
             told[PREDICT] = cap
@@ -180,7 +181,8 @@ class UpstreamRequest:
     def eases(self, endpoint: Endpoint, status: int, body: bytes) -> bool:
         """Whether the engine refused a limit that the gateway added, and should be asked again: by
         the limit's other name, which is remembered, or for less."""
-        limits, name = self._limits(endpoint), endpoint.upstream.name
+        cap, name = self.context.body.cap, endpoint.upstream.name
+        limits = {} if cap is None else self._limits(endpoint, cap)
         if not limits or name in self._caps or status not in (400, 422):
             return False
         if not (_LIMIT_NAMES.search(body) or is_too_long(status, body)):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from paceline.gateway.proxy.attempt import Attempt
+from paceline.gateway.proxy.attempt import Attempt, Verdict
 from paceline.gateway.proxy.context import RequestContext
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.engine_types import TEXT_PATHS, is_vectors
@@ -39,6 +39,8 @@ class UsageSplit:
     _parts: list[tuple[Endpoint, int]] = field(default_factory=list)
     # usage of an answer that is not streamed
     _told: Used | None = None
+    # usage of an attempt that is over, and its verdict: the attempt itself would point in a circle
+    _last: tuple[Verdict, Used] | None = None
 
     @property
     def _estimate(self) -> int:
@@ -54,6 +56,14 @@ class UsageSplit:
         """Return the usage in total; ``attempt``: the last attempt, None: no engine was asked."""
         if attempt is None:
             return Used()
+        if self._last is not None and attempt.verdict is self._last[0]:
+            return self._last[1]
+        used = self._used(attempt)
+        if attempt.verdict is not None:
+            self._last = (attempt.verdict, used)
+        return used
+
+    def _used(self, attempt: Attempt) -> Used:
         # an engine worked for a caller that hung up, whether or not it had sent output
         began = attempt.was_abandoned and attempt.was_sent
         relay = self.relay

@@ -17,7 +17,7 @@ import msgspec
 
 from paceline.core.slo import NO_SLO, Slo
 from paceline.errors import InvalidRequestError
-from paceline.gateway.requests.prompt_size import PROMPT_FIELDS
+from paceline.gateway.requests.prompt_size import prompt_fields
 from paceline.http.fields import BYTE_ORDER_MARK, show
 
 __all__ = ["PREDICT", "Body", "decoded", "read_body"]
@@ -88,7 +88,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt(self) -> bytes:
         """The prompt as bytes of JSON."""
-        return b"".join(self.fields[name] for name in PROMPT_FIELDS if name in self.fields)
+        return b"".join([self.fields[name] for name in prompt_fields(self.fields)])
 
     def most_tokens(self, path: str) -> int | None:
         """Most tokens that any engine would make of an answer, whichever of the given limits it
@@ -246,7 +246,9 @@ def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
 
 def _loose_int(fields: Mapping[str, bytes], name: str) -> int | None:
     """Decode an integer; None for anything else."""
-    found = _INTEGER.fullmatch(fields.get(name, b""))
+    if name not in fields:
+        return None
+    found = _INTEGER.fullmatch(fields[name])
     return None if found is None else int(found[0])
 
 

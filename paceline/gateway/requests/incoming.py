@@ -24,12 +24,14 @@ class IncomingRequest:
     """One HTTP request.
 
     Args:
+        path: as in the scope.
         headers: names in lower case.
         send_on: sends a message to the caller as it is.
         common: returns headers that the gateway adds to every answer.
     """
 
     scope: Scope
+    path: str
     headers: Mapping[bytes, bytes]
     receive: Receive
     send_on: Send
@@ -45,11 +47,6 @@ class IncomingRequest:
     _settled: Callable[[], Headers] | None = None
 
     @property
-    def path(self) -> str:
-        path: str = self.scope["path"]
-        return path
-
-    @property
     def method(self) -> str:
         method: str = self.scope["method"]
         return method
@@ -61,7 +58,7 @@ class IncomingRequest:
 
     def authenticate(self, keys: KeyRing) -> None:
         """Find the request's key. Raises HttpError 401 and 403."""
-        self.key = keys.check(self.path, credentials(self.headers))
+        self.key = keys.check(self.path, credentials(self.headers) if len(keys) else {})
 
     async def enter(self, limiter: RateLimiter) -> None:
         """Count the request against its caller's rate limits. Raises HttpError 429."""

@@ -17,13 +17,21 @@ import msgspec
 
 from paceline.gateway.settings.engine_types import is_vectors
 
-__all__ = ["PROMPT_FIELDS", "BytesPerToken", "PromptSize", "least_tokens", "measure"]
+__all__ = [
+    "PROMPT_FIELDS",
+    "BytesPerToken",
+    "PromptSize",
+    "least_tokens",
+    "measure",
+    "prompt_fields",
+]
 
 # fields with the prompt in each API, in the order in which engines render them
 PROMPT_FIELDS: Final = (
     "tools", "system", "instructions", "messages", "prompt", "input", "query", "queries", "text_1",
     "data_1", "documents", "text_2", "data_2",
 )  # fmt: skip
+_PROMPT_FIELDS: Final = frozenset(PROMPT_FIELDS)
 # bytes up to which a part of a prompt is not examined
 _SMALL: Final = 2048
 # smallest image, audio or document, bytes
@@ -72,13 +80,19 @@ class PromptSize:
     longest: float = 1.0
 
 
+def prompt_fields(fields: Mapping[str, bytes]) -> list[str]:
+    """Return the names of a body's fields with its prompt, in the order in which engines render
+    them."""
+    found = _PROMPT_FIELDS & fields.keys()
+    # nearly all bodies have one
+    return list(found) if len(found) < 2 else [name for name in PROMPT_FIELDS if name in found]
+
+
 def measure(fields: Mapping[str, bytes]) -> PromptSize:
     """Measure the prompt in a body's fields, which are bytes of JSON."""
     text, ids, media, longest = 0.0, 0, 0, 1.0
-    for name in PROMPT_FIELDS:
-        value = fields.get(name)
-        if value is None:
-            continue
+    for name in prompt_fields(fields):
+        value = fields[name]
         flat = value[:1] == b"[" and value[1:64].lstrip()[:1]
         if flat and (flat.isdigit() or flat == b"["):
             # ids of one prompt, or of several

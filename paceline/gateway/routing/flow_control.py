@@ -57,7 +57,7 @@ class FlowControl:
 
     def must_wait(self, route: Route, demand: Demand) -> bool:
         """Whether other requests wait, or there is no free slot."""
-        if self._waiting.get(route.model):
+        if self._waiting and self._waiting.get(route.model):
             return True
         return self._has_bounds() and self._free_slots(route, demand) == 0.0
 

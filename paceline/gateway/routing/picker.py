@@ -172,7 +172,7 @@ class Picker:
         for endpoint in tier:
             why = (
                 "tried"
-                if _was_tried(endpoint, tried)
+                if tried and _was_tried(endpoint, tried)
                 else "cannot go on with it"
                 if only is not None and not only(endpoint)
                 else f"has no model {endpoint.model}"

@@ -90,22 +90,21 @@ class Route:
         Raises HttpError 400 if none is left.
         """
         reasons: dict[str, str] = {}
-        tiers = []
         for tier in self.tiers:
-            kept = []
             for endpoint in tier:
-                if why := endpoint.upstream.dialect.cannot(path, body) or _lacks(
-                    endpoint.upstream, path
-                ):
-                    reasons[endpoint.upstream.name] = why
-                else:
-                    kept.append(endpoint)
-            if kept:
-                tiers.append(kept)
+                upstream = endpoint.upstream
+                if why := upstream.dialect.cannot(path, body) or _lacks(upstream, path):
+                    reasons[upstream.name] = why
+        tiers = self.tiers
+        if reasons:
+            kept = ([each for each in tier if each.upstream.name not in reasons] for tier in tiers)
+            tiers = [tier for tier in kept if tier]
         if reasons and not tiers:
             told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
             raise HttpError(400, f"no engine of {self.model} can serve this request ({told})")
         longer = self.longer
+        if path == self.path and not reasons and longer is None:
+            return self
         if longer is not None:
             try:
                 longer = longer.serving(path, body)
@@ -142,10 +141,13 @@ class Routes:
         self._aliased = {name: by_name.pop(name) for name in self._aliases.names}
         self._models = by_name
 
-    def find(self, name: str, prompt_tokens: float, *, local_only: bool = False) -> Route:
+    def find(
+        self, name: str, prompt_tokens: float, *, path: str = "", local_only: bool = False
+    ) -> Route:
         """Return the route for ``name``; "" means the only model there is.
 
         Args:
+            path: of the request; "": not known yet.
             local_only: it stands in for a model whose requests must not go to a cloud.
 
         Raises UnknownModelError, listing the known models.
@@ -172,7 +174,7 @@ class Routes:
             raise UnknownModelError(
                 f"The model {name[:200]!r} does not exist here; served: {served}"
             )
-        return Route(name, (endpoints,))
+        return Route(name, (endpoints,), path=path)
 
     def names(self) -> list[str]:
         """Return the names that callers may request: configured ones, else the engines'."""

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from starlette.types import Send
 
-from paceline.gateway.settings.config import Secret
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.encodings import is_plain
 from paceline.http.errors import HttpError
-from paceline.http.upstream import ConnectError, Connection, Headers, Pool
+from paceline.http.upstream import ConnectError, Connection, Headers
 from paceline.statuses import meaning_of
 
 __all__ = ["Passed", "pass_on"]
@@ -33,20 +33,10 @@ _ANSWER_HEADERS: Final = frozenset(
 )  # fmt: skip
 
 
-class _Upstream(Protocol):
-    """The part of ``Upstream`` that ``pass_on`` needs."""
-
-    name: str
-    key: Secret
-    pool: Pool
-
-    def headers(self) -> Headers: ...
-
-
 class Passed:
     """Answer of one engine as it arrives. A context manager, which ends it."""
 
-    def __init__(self, upstream: _Upstream, connection: Connection) -> None:
+    def __init__(self, upstream: Upstream, connection: Connection) -> None:
         self.upstream, self.connection = upstream, connection
         self.status = 0
         self.headers: Headers = []
@@ -151,7 +141,7 @@ class Passed:
 
 
 async def pass_on(
-    upstream: _Upstream,
+    upstream: Upstream,
     method: str,
     target: str,
     headers: Headers,

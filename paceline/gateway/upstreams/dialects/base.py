@@ -25,6 +25,20 @@ _OF_VECTORS: Final = ("data", "results")
 _NULL: Final = msgspec.Raw(b"null")
 
 
+class _Answer(msgspec.Struct):
+    """The parts of a complete answer that tell whether it is one."""
+
+    choices: msgspec.Raw = _NULL
+    output: msgspec.Raw = _NULL
+    content: msgspec.Raw = _NULL
+    data: msgspec.Raw = _NULL
+    results: msgspec.Raw = _NULL
+    error: msgspec.Raw = _NULL
+
+
+_decode: Final = msgspec.json.Decoder(_Answer).decode
+
+
 class Translator(Protocol):
     """Translator of one stream."""
 
@@ -107,14 +121,14 @@ def checked(path: str, body: bytes) -> bytes:
     read it."""
     names = _LISTS.get(path, _OF_VECTORS)
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        answer = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         if names is _OF_VECTORS:
             return body
         raise
     # an empty list is an answer: nothing was found, or nothing said
     for name in names:
-        if bytes(memoryview(fields.get(name, _NULL))[:1]) == b"[":
+        if bytes(memoryview(getattr(answer, name))[:1]) == b"[":
             return body
-    is_error = fields.get("error", _NULL) != _NULL
+    is_error = answer.error != _NULL
     raise ValueError("it reports an error" if is_error else f"it has no {names[0]}")
