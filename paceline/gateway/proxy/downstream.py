@@ -20,14 +20,10 @@ _MAX_BACKLOG: Final = 64 * 1024
 # engines' headers that are passed on to callers
 _ANSWER_HEADERS: Final = frozenset(
     {
-        b"content-type",
-        b"retry-after",
-        b"x-should-retry",
-        b"x-paceline-ignored-fields",
-        b"x-paceline-rewritten-messages",
-        b"x-llm-d-request-dropped-reason",
+        b"content-type", b"retry-after", b"x-should-retry", b"x-paceline-ignored-fields",
+        b"x-paceline-rewritten-messages", b"x-llm-d-request-dropped-reason",
     }
-)
+)  # fmt: skip
 _STREAM_HEADERS: Final = tuple(
     (name.lower().encode(), value.encode()) for name, value in STREAM_HEADERS.items()
 )
@@ -43,12 +39,7 @@ class Downstream:
     """
 
     def __init__(
-        self,
-        incoming: IncomingRequest,
-        *,
-        stream: bool,
-        wake: asyncio.Event,
-        now: float,
+        self, incoming: IncomingRequest, *, stream: bool, wake: asyncio.Event, now: float
     ) -> None:
         self._writer: AnswerWriter | None = incoming.scope.get("extensions", {}).get(BODY_WRITER)
         self._incoming, self._stream, self._wake = incoming, stream, wake

@@ -117,14 +117,11 @@ class Placement:
 
     async def _queue(self) -> tuple[Pick, Dispatch]:
         context = self.context
+        # callers may reuse their ids
+        own_id = f"{context.caller.request_id} {id(self)}"
+        tokens, body = round(context.demand.output_tokens), context.body
         queued = Queued(
-            # callers may reuse their ids
-            f"{context.caller.request_id} {id(self)}",
-            context.arrived,
-            round(context.demand.output_tokens),
-            context.body.priority,
-            context.caller.tenant,
-            context.body.slo,
+            own_id, context.arrived, tokens, body.priority, context.caller.tenant, body.slo
         )
         async with context.flow_control.slot(self.route, context.demand, queued):
             return self._dispatched(None, context.now())
@@ -240,10 +237,7 @@ class Placement:
             or self.num >= config.max_attempts
             or (relay.resume_ids() is None and relay.partial_text() is None)
             or not self._can_pick(
-                now,
-                self._tried,
-                lambda endpoint: self.can_resume(endpoint, last),
-                fallback=True,
+                now, self._tried, lambda each: self.can_resume(each, last), fallback=True
             )
             or not (free or self.context.retry_budget.take(now, overdraw=True))
         ):

@@ -272,7 +272,7 @@ class ProxiedRequest:
             dispatch.end(context.now())
             raise
         placement.note_sent()
-        self._note_attempt(endpoint)
+        self._response.note_attempt(endpoint)
         attempt = Attempt(self, endpoint, dispatch)
         self._response.comes_from(attempt)
         context.metrics.attempt(endpoint, resumed=resumed, fallback=bool(endpoint.tier))
@@ -293,16 +293,6 @@ class ProxiedRequest:
                 self._hedge.end()
             context.flow_control.pump()
         return self._attempt
-
-    def _note_attempt(self, endpoint: Endpoint) -> None:
-        """Note for the caller what an attempt at ``endpoint`` makes of its request."""
-        placement, response = self._placement, self._response
-        if endpoint.tier or placement.route is not self.context.route:
-            response.note(fallback=endpoint.model)
-        if placement.num > 1 or response.is_noted:
-            response.note(engine=endpoint.upstream.name, attempts=placement.num)
-        if placement.num_resumes:
-            response.note(resumed=placement.num_resumes)
 
     async def _pump(self) -> None:
         """Wait until the answer is over and the caller has all of it."""

@@ -18,6 +18,7 @@ from paceline.gateway.proxy.downstream import Downstream
 from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.upstream_request import RESUMABLE
 from paceline.gateway.requests.body import Body
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.streams.openai_stream import DONE, StreamRelay
 from paceline.gateway.upstreams.dialects import map_status, read_words
 from paceline.gateway.upstreams.refusals import redacted, redacted_error, retry_after
@@ -62,11 +63,6 @@ class Response(Downstream):
         """The attempt that answers; None: no engine was asked."""
         return self._attempt
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether anything was done to the answer that the caller may want to know."""
-        return bool(self._notes)
-
     def comes_from(self, attempt: Attempt) -> None:
         """Take the answer from ``attempt`` from now on."""
         self._attempt = attempt
@@ -80,6 +76,16 @@ class Response(Downstream):
         self._notes = {**self._notes, **what}
         if self._relay is not None:
             self._relay.annotate(self._notes)
+
+    def note_attempt(self, endpoint: Endpoint) -> None:
+        """Record what an attempt at ``endpoint`` makes of the answer."""
+        placement = self._placement
+        if endpoint.tier or placement.route is not self._context.route:
+            self.note(fallback=endpoint.model)
+        if placement.num > 1 or self._notes:
+            self.note(engine=endpoint.upstream.name, attempts=placement.num)
+        if placement.num_resumes:
+            self.note(resumed=placement.num_resumes)
 
     def failed(self, attempt: Attempt) -> None:
         """Record a failed attempt; the caller hears of it only if no other attempt succeeds."""

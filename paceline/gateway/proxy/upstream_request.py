@@ -27,16 +27,10 @@ _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 # callers' headers that are passed on to engines
 _REQUEST_HEADERS: Final = frozenset(
     {
-        *_TRACE_HEADERS,
-        b"anthropic-version",
-        b"anthropic-beta",
-        b"x-llm-d-slo-ttft-ms",
-        b"x-llm-d-slo-tpot-ms",
-        b"x-slo-ttft-ms",
-        b"x-slo-tpot-ms",
-        b"x-llm-d-inference-ttl",
+        *_TRACE_HEADERS, b"anthropic-version", b"anthropic-beta", b"x-llm-d-slo-ttft-ms",
+        b"x-llm-d-slo-tpot-ms", b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-llm-d-inference-ttl",
     }
-)
+)  # fmt: skip
 # fields that the gateway adds, and leaves out if an engine's refusal names one of them
 _OWN_FIELDS: Final = {
     name: re.compile(rb"\b(?:%b)\b" % words)

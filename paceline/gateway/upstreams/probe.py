@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Protocol
+from typing import Final
 
-from paceline.http.upstream import ConnectError, Connection, Headers, Pool
+from paceline.gateway.upstreams.upstream import Upstream
+from paceline.http.upstream import ConnectError, Connection, Headers
 
 __all__ = ["fetch_small"]
 
 _MAX_ANSWER_BYTES: Final = 8 << 20
-
-
-class _Upstream(Protocol):
-    """The part of ``Upstream`` that ``fetch_small`` needs."""
-
-    pool: Pool
-
-    def headers(self) -> Headers: ...
 
 
 class _Collector:
@@ -47,7 +40,7 @@ class _Collector:
 
 
 async def fetch_small(
-    upstream: _Upstream, path: str, timeout: float, body: bytes | None = None
+    upstream: Upstream, path: str, timeout: float, body: bytes | None = None
 ) -> tuple[int, bytes]:
     """Return status and body of a GET, or of a POST of ``body`` (JSON). Raises ConnectError."""
     headers = upstream.headers()
