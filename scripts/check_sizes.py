@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (7_849, ("core/**/*",), 7_800),
+    "core": (7_914, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
         2_830,
@@ -40,7 +40,7 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "sim": (7_046, ("sim/**/*",), 6_700),
     "cli": (7_759, ("cli/**/*",), 7_400),
     "benchmarks": (15_241, ("../benchmarks/**/*",), 13_500),
-    "tests": (90_474, ("../tests/**/*",), 83_000),
+    "tests": (90_493, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 

@@ -115,7 +115,7 @@ class PacedStep(Step):
         """Make a late request ordinary again, in its order among requests without targets, once it
         endangers no target and a slot is free."""
         state = self.state
-        late = state.waiting.demoted.peek()
+        late = state.waiting.late.peek() or state.waiting.demoted.peek()
         if late is None or late.asked.slo.best_effort or self.budget <= 0:
             return
         if len(state.running.requests) >= state.config.max_num_seqs:
@@ -142,7 +142,8 @@ class PacedStep(Step):
 
     def admitted(self, request: Request) -> None:
         if request.tier is not Tier.ORDINARY:
-            request.granted = request is self._turn
+            # a late one that is begun is served to the end: half an answer is of no use
+            request.granted = request is self._turn or not self.share.has_share(request)
             return
         if self.guard is not None:
             self.guard.add(request)

@@ -7,13 +7,15 @@ others' targets leave. So its wait is bounded by the work before it divided by t
 cost to ordinary work by the share. The deadline server of Linux's scheduler does the same for
 ordinary tasks next to real-time ones.
 
-Seconds are predicted seconds of steps. A request that holds one of ``max_num_seqs`` slots while all
-are taken, or blocks while requests wait for memory, costs that part of every step. Best effort that
-is served from what others leave counts as paid, for some seconds in advance too, unless background
-work is here: under bursts it is served between them and costs ordinary work nothing.
+Seconds are predicted seconds of steps. Two things are counted, and the scarcer one decides: slots,
+of which a request takes its part of every step while all are taken (blocks, while requests wait for
+memory), and the time by which rows and chunks lengthen steps. Best effort that is served from what
+others leave counts as paid, for some seconds in advance too, unless background work is here: under
+bursts it is served between them and costs ordinary work nothing.
 
-A late request that was never started is not best effort by its caller's choice: if its wait is
-bounded by ``queue_timeout_s``, it has no share, and gets what is left over until then.
+A late request is not best effort by its caller's choice. If ``queue_timeout_s`` bounds its wait, it
+gets what is left over, and has no share; once it has begun, it keeps its slot to the end, and has a
+share only if it was preempted and is older than that, so that its stream goes on.
 
 This module does not know how a step is filled.
 """
@@ -61,11 +63,12 @@ class GuaranteedShare:
         self._share = config.best_effort_share
         # the time that rows add to a step is limited only if steps are sized by their time
         self._meters = config.adaptive_token_budget
-        self._bounded = config.queue_timeout_s is not None
-        # seconds earned and not spent; below 0: spent in advance
-        self.credit = 0.0
-        # seconds of the last step that were paid for while it was filled
-        self._charged = 0.0
+        self._timeout = config.queue_timeout_s
+        # when the last planned step begins
+        self._now = 0.0
+        # seconds earned and not spent on slots or memory, and on the time of steps; below 0: spent
+        # in advance
+        self._places = self._time = 0.0
         self._last: Step | None = None
         # seconds of the engine for ordinary work, exponentially decayed, and their time
         self._ordinary_seconds = self._as_of = 0.0
@@ -74,52 +77,52 @@ class GuaranteedShare:
 
     def rest(self) -> None:
         """Reset earnings: the last request has ended."""
-        self.credit = self._charged = 0.0
+        self._places = self._time = 0.0
         self._last = None
 
     def has_share(self, request: Request) -> bool:
         """Whether a best-effort request may spend the seconds earned."""
-        return (
-            request.asked.slo.best_effort
-            or request.first_scheduled_time is not None
-            or not self._bounded
-        )
+        if request.asked.slo.best_effort or self._timeout is None:
+            return True
+        waited = self._now - request.asked.arrival_time
+        return request.first_scheduled_time is not None and waited >= self._timeout
 
     # ------------------------------------------------------------------ earned and spent
 
     def begin(self, view: RunningView, starts: float) -> None:
         """Settle the last step, before one that begins at ``starts`` is planned."""
+        self._now = starts
         last, self._last = self._last, None
-        charged, self._charged = self._charged, 0.0
         waiting = self._state.waiting
         if last is not None:
             self._note_ordinary(view, last, starts)
         if not self._share or not (view.ordinary or len(waiting.ordinary)):
             # there is no ordinary work to take time from
-            self.credit = min(self.credit, 0.0) if view.best_effort else 0.0
+            self._limit(-math.inf if view.best_effort else 0.0, 0.0)
             return
         if last is not None and last.rows and self._model.ready:
             own = [request for request in view.best_effort if self.has_share(request)]
-            self._settle(last, own, len(view.best_effort), charged)
+            self._settle(last, own, len(view.best_effort))
 
-    def _settle(self, last: Step, own: list[Request], num_running: int, charged: float) -> None:
-        """Count what best effort earned and spent in the last step, of which ``charged`` seconds
-        are paid. ``own``, of ``num_running`` running best-effort requests, have a share."""
+    def _settle(self, last: Step, own: list[Request], num_running: int) -> None:
+        """Count what best effort earned in the last step, and what its slots cost. ``own``, of
+        ``num_running`` running best-effort requests, have a share."""
         seconds = self._model.predict(last.shape)
         if own or self._first() is not None:
-            self.credit += self._share * seconds
+            self._places += self._share * seconds
+            self._time += self._share * seconds
         granted = [request for request in own if request.granted]
-        spent = max(0.0, seconds * self._part(granted) - charged)
-        self.credit -= spent
-        if own:
-            left_over = seconds * self._part(own)
+        self._places -= seconds * self._part(granted)
+        if own and not self._background_is_here():
+            # what others left over counts as paid
+            part = self._part([request for request in own if not request.granted])
+            time = 0.0
             if last.ordinary_seconds is not None:
                 time = (seconds - last.ordinary_seconds) * len(own) / num_running
-                left_over = max(left_over, time)
-            free = max(0.0, left_over - spent - charged)
-            least = 0.0 if self._background_is_here() else -_AHEAD * self._share
-            self.credit = max(min(self.credit, least), self.credit - free)
-        self.credit = max(-_DEBT * self._share, min(self.credit, self._most(own)))
+            free, least = max(seconds * part, time), -_AHEAD * self._share
+            self._places = max(min(self._places, least), self._places - free)
+            self._time = max(min(self._time, least), self._time - free)
+        self._limit(-_DEBT * self._share, self._most(own))
         for request in granted:
             lost = min(self._state.running.seconds_lost(request), _OWED * self._share)
             request.granted = self.credit > -max(_SAVED * self._share, lost)
@@ -156,8 +159,16 @@ class GuaranteedShare:
 
     def charge(self, seconds: float) -> None:
         """Charge the seconds by which best-effort rows are predicted to lengthen a step."""
-        self.credit -= seconds
-        self._charged += seconds
+        self._time -= seconds
+
+    @property
+    def credit(self) -> float:
+        """Seconds earned and not spent, of that which is scarcer: slots and memory, or time."""
+        return min(self._places, self._time)
+
+    def _limit(self, least: float, most: float) -> None:
+        self._places = max(least, min(self._places, most))
+        self._time = max(least, min(self._time, most))
 
     def _part(self, requests: list[Request]) -> float:
         """Return the part of the engine that running requests take from others, which wait for
@@ -165,8 +176,10 @@ class GuaranteedShare:
         state = self._state
         if not requests:
             return 0.0
-        if len(state.running.requests) >= state.config.max_num_seqs:
-            return len(requests) / state.config.max_num_seqs
+        limit = state.config.max_num_seqs
+        # all slots were taken, though a request may have ended with the last step
+        if state.last.held_by is Reason.SLOTS or len(state.running.requests) >= limit:
+            return len(requests) / limit
         if state.last.held_by is Reason.MEMORY:
             return sum(len(request.block_ids) for request in requests) / state.cache.num_blocks
         return 0.0
@@ -202,7 +215,7 @@ class GuaranteedShare:
             return 0
         for request in view.best_effort:
             lacking = request.num_uncomputed_tokens
-            if lacking > 1 and request.granted:
+            if lacking > 1 and request.granted and self.has_share(request):
                 base = view.base
                 each = (
                     self._model.predict(base.plus(0, _TILE)) - self._model.predict(base)

@@ -15,12 +15,14 @@ _SAMPLED: Final = 256
 
 
 class WaitingQueue(Protocol):
-    """Waiting requests. The scheduler pops the first, and pushes it back if it does not fit."""
+    """Requests that wait for admission. The scheduler pops the first, tries it, and pushes it back
+    if it does not fit."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]:
         """Yield all members, in no particular order."""
+        ...
 
     def __contains__(self, request: Request) -> bool: ...
 
@@ -28,25 +30,31 @@ class WaitingQueue(Protocol):
 
     def peek(self) -> Request | None:
         """Return the first request, or None when the queue is empty."""
+        ...
 
     def num_ahead(self, request: Request) -> int:
         """Return about how many members would be admitted before a newcomer, whose ``order[0]`` is
         set. Takes the same time for any number of members."""
+        ...
 
     def pop(self) -> Request | None:
         """Take the first request, or None when the queue is empty."""
+        ...
 
     def remove(self, request: Request) -> None:
         """Take a member out for good."""
+        ...
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every member can be popped exactly once."""
+        ...
 
 
 class RequestQueue:
-    """Requests by ``order``: a heap with lazy removal, O(log n) amortised."""
+    """Requests by ``order``, or the newest first: a heap with lazy removal, O(log n) amortised."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, newest_first: bool = False) -> None:
+        self._newest_first = newest_first
         # (*order, number of the push, request), flat: comparing nested tuples costs twice as much
         self._heap: list[tuple[float, int, int, Request]] = []
         # by id, the number of the valid push: a request pushed again has an entry for each push
@@ -65,7 +73,12 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         self._num_pushed += 1
         self._members[request.request_id] = (self._num_pushed, request)
-        heapq.heappush(self._heap, (*request.order, self._num_pushed, request))
+        order = self._order_of(request) if self._newest_first else request.order
+        heapq.heappush(self._heap, (*order, self._num_pushed, request))
+
+    def _order_of(self, request: Request) -> tuple[float, int]:
+        newest = -request.asked.arrival_time, -request.order[1]
+        return newest if self._newest_first else request.order
 
     def peek(self) -> Request | None:
         heap = self._heap
@@ -114,4 +127,6 @@ class RequestQueue:
         assert sorted(entry[3].request_id for entry in live) == sorted(self._members), (
             "heap and members of the queue differ"
         )
-        assert all(entry[:2] == entry[3].order for entry in live), "a member's order has changed"
+        assert all(entry[:2] == self._order_of(entry[3]) for entry in live), (
+            "a member's order has changed"
+        )

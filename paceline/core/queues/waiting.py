@@ -1,5 +1,10 @@
 """Waiting requests: a queue of the policy's per tier, sums, and wait clocks; forks apart from them.
 
+Late requests that were never started have a queue of their own if no wait is longer than
+``queue_timeout_s``. While the backlog cannot be worked off, the newest of them is served first: its
+caller waits for a moment, while the oldest would be served when nearly all its time is over, as
+would each one after it (adaptive LIFO).
+
 This module does not know which policy orders the queues or what runs.
 """
 
@@ -7,14 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from operator import attrgetter
+from typing import Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.queues.request_queue import WaitingQueue
+from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.queues.wait_clocks import WaitClocks
 from paceline.core.request import Request
 from paceline.core.tier import Tier
 
 __all__ = ["Forks", "WaitingQueues"]
+
+
+_ORDER: Final = attrgetter("order")
 
 
 class Forks:
@@ -48,10 +58,19 @@ class Forks:
 
 
 class WaitingQueues:
-    """All requests that could be admitted next. Only this class changes the policy's queues."""
+    """All requests that could be admitted next. Only this class changes the policy's queues.
 
-    def __init__(self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager) -> None:
+    Args:
+        newest_first: late requests that were never started are served newest first.
+    """
+
+    def __init__(
+        self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager, *, newest_first: bool
+    ) -> None:
+        # a queue for each tier, and one for late requests; empty unless these go newest first
         self._queues = tuple(make_queue() for _ in Tier)
+        self.late = RequestQueue(newest_first=True)
+        self._newest_first = newest_first
         # public, for reading alone
         self.ordinary = self._queues[Tier.ORDINARY]
         self.demoted = self._queues[Tier.DEMOTED]
@@ -74,10 +93,20 @@ class WaitingQueues:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(*self._queues)
+        return chain(*self._queues, self.late)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._queues[request.tier]
+        return request in self._queue_of(request)
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        if (
+            request.tier is Tier.DEMOTED
+            and self._newest_first
+            and request.first_scheduled_time is None
+            and not request.asked.slo.best_effort
+        ):
+            return self.late
+        return self._queues[request.tier]
 
     def arrive(self, request: Request) -> None:
         """Add a request between two plans; until the next plan it waits for that alone."""
@@ -118,17 +147,18 @@ class WaitingQueues:
         if request.block_ids:
             self._holders[request.request_id] = request
         self._count(request, 1)
-        self._queues[request.tier].push(request)
+        self._queue_of(request).push(request)
 
     def take(self, head: Request) -> None:
         """Take out the first of its tier."""
-        taken = self._queues[head.tier].pop()
+        queue = self.ordinary if head.tier is Tier.ORDINARY else self._queue_of(head)
+        taken = queue.pop()
         assert taken is head, "another request came first"
         self._count(head, -1)
 
     def remove(self, request: Request) -> None:
         """Take a member out from any position."""
-        self._queues[request.tier].remove(request)
+        self._queue_of(request).remove(request)
         self._count(request, -1)
 
     def drop_blocks(self) -> bool:
@@ -165,10 +195,11 @@ class WaitingQueues:
         """Return the first best-effort request. Those without targets come last; among the others
         order decides, but while deadlines press, requests that have missed theirs come later."""
         _, deadline_batch, demoted, background = self._queues
-        first, second = deadline_batch.peek(), demoted.peek()
-        if first is None or second is None:
-            return first or second or background.peek()
-        return second if second.order < first.order and not pressing else first
+        first = deadline_batch.peek()
+        if first is not None and pressing:
+            return first
+        heads = filter(None, (first, demoted.peek(), self.late.peek()))
+        return min(heads, key=_ORDER, default=None) or background.peek()
 
     def first(self, *, pressing: bool) -> Request | None:
         """Return the first of all: best effort only if no other request waits."""
@@ -176,7 +207,7 @@ class WaitingQueues:
 
     def best_effort_heads(self) -> Iterator[Request]:
         """Yield the first request of each best-effort tier."""
-        return filter(None, (queue.peek() for queue in self._queues[1:]))
+        return filter(None, (queue.peek() for queue in (*self._queues[1:], self.late)))
 
     def ahead_of(self, request: Request, tier: Tier) -> tuple[int, int]:
         """Return (requests, new prompt tokens) expected to be served before a newcomer to a tier:
@@ -188,6 +219,8 @@ class WaitingQueues:
             return sum(self._num_boosted[:tiers]), sum(self._boosted_tokens[:tiers])
         before = Tier.BACKGROUND if between else tier
         requests, tokens = sum(map(len, self._queues[:before])), sum(self.num_tokens[:before])
+        if before > Tier.DEMOTED:
+            requests += len(self.late)
         own = self._queues[tier]
         if between or not own:
             return requests, tokens
@@ -201,10 +234,12 @@ class WaitingQueues:
         assert self._holders == {r.request_id: r for r in members if r.block_ids}, (
             "a request waits with blocks that cannot be taken back"
         )
-        for tier, queue in enumerate(self._queues):
-            assert all(request.tier == tier for request in queue)
-            assert sum(request.num_new_tokens for request in queue) == self.num_tokens[tier]
-            boosted = [request.num_new_tokens for request in queue if request.boosted]
+        for queue in (*self._queues, self.late):
+            assert all(self._queue_of(request) is queue for request in queue)
+            queue.check_integrity()
+        for tier in Tier:
+            own = [request for request in members if request.tier is tier]
+            assert sum(request.num_new_tokens for request in own) == self.num_tokens[tier]
+            boosted = [request.num_new_tokens for request in own if request.boosted]
             assert len(boosted) == self._num_boosted[tier]
             assert sum(boosted) == self._boosted_tokens[tier]
-            queue.check_integrity()

@@ -88,7 +88,8 @@ class SchedulerState:
         adaptive = config.adaptive_token_budget
         self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
         self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
-        self.waiting = WaitingQueues(policy.make_queue, self.kv)
+        newest_first = config.queue_timeout_s is not None and not policy.keeps_tenants_apart
+        self.waiting = WaitingQueues(policy.make_queue, self.kv, newest_first=newest_first)
         self.forks = Forks()
         self.running = RunningList(config, cache, self.kv, self.waiting, self.work)
         self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)

@@ -121,7 +121,7 @@ def chooser(*, seconds_per_token: float, swap_block_seconds: float) -> RunningLi
         shape = StepShape().plus(0, 8 + index)
         step_time.observe(shape, seconds_per_token * shape.wide_tokens)
     kv = KVCacheManager(cache)
-    waiting = WaitingQueues(RequestQueue, kv)
+    waiting = WaitingQueues(RequestQueue, kv, newest_first=False)
     work = WorkEstimator(step_time, LengthHistory())
     return RunningList(SchedulerConfig(), cache, kv, waiting, work)
 

@@ -11,7 +11,9 @@ from paceline.core.queues.waiting import WaitingQueues
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 from paceline.core.tier import Move, Tier
+from tests.core.machine import Machine
 from tests.core.parts import numbered, parts
+from tests.driving import make_request
 
 NIGHT = Slo(best_effort=True)
 PROMISE = Slo(best_effort=True, deadline=60.0)
@@ -177,3 +179,20 @@ def test_sums_and_places_hold_whatever_happens(policy: str) -> None:
         queues.check_integrity()
         assert {r.request_id for r in queues} == set(members)
     assert members
+
+
+def test_late_requests_that_never_began_go_newest_first_where_their_wait_is_bounded() -> None:
+    for timeout, order in ((60.0, ["new", "middle", "old"]), (None, ["old", "middle", "new"])):
+        machine = Machine(max_num_seqs=1, queue_timeout_s=timeout)
+        machine.add(make_request("runs", 5, 200, arrival=machine.now))
+        machine.step()
+        for name, before in (("old", 3.0), ("middle", 2.0), ("new", 1.0)):
+            # none can be on time, and those that can be come first
+            slo, arrival = Slo(ttft=0.5), machine.now - before
+            machine.add(make_request(name, 5, 4, arrival=arrival, slo=slo))
+        machine.add(make_request("on time", 5, 4, arrival=machine.now, slo=Slo(ttft=30.0)))
+        served: list[str] = []
+        while machine.scheduler.has_unfinished:
+            machine.step()
+            served += [row.request_id for row in machine.plans[-1].rows]
+        assert [name for name in dict.fromkeys(served) if name in order] == order, timeout
