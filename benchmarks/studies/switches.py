@@ -7,14 +7,17 @@ replaced inside the core, for as long as a run takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest.mock import patch
 
+from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.pacing.budget import PACE_SHARE, StepBudget
 from paceline.core.predict.chunk import ChunkSize
+from paceline.core.queues.request_queue import WaitingQueue
+from paceline.core.queues.waiting import WaitingQueues
 from paceline.core.request import Request
 
 __all__ = ["SWITCHES", "Switch"]
@@ -77,6 +80,12 @@ def _pace_alone(self: StepBudget, paced: Sequence[Request], now: float) -> float
     return min((PACE_SHARE * (r.targets.tpot or math.inf) for r in paced), default=math.inf)
 
 
+def _late_in_order(
+    make_queue: Callable[[], WaitingQueue], kv: KVCacheManager, *, newest_first: bool
+) -> WaitingQueues:
+    return WaitingQueues(make_queue, kv, newest_first=False)
+
+
 def _last(self: object, candidates: Sequence[Request], expendable: object) -> Request:
     """The last in order gives its blocks up, as in vLLM."""
     return candidates[-1]
@@ -115,6 +124,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "triage": _swap(pacing__feasibility__Feasibility__triage=_nothing),
     "yielding while running": _swap(pacing__feasibility__Feasibility__settle=_no),
     "rejoining": _swap(pacing__limits__PacedStep___let_rejoin=_nothing),
+    "newest first among the late": _swap(step__state__WaitingQueues=_late_in_order),
     "TPOT guard": _set(pace_admission=False),
     # best effort with deadlines
     "deadlines": _swap(pacing__deadlines__Deadlines__look=_no),
