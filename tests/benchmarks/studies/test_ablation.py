@@ -26,6 +26,7 @@ SHOWS = {
     "triage": "bursts",
     "yielding while running": "overload",
     "rejoining": "tenants",
+    "newest first among the late": "overload",
     "TPOT guard": "streams",
     "deadlines": "bursts",
     "pressing": "bursts",
