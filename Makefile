@@ -56,7 +56,8 @@ check: $(STAMP) ## style, types, layers, sizes and words only
 
 test-ui: $(READY) ## the page at /ui in Chromium, which apt-get installs, its bundle and types (node and npm)
 	@scripts/test-services chromium:chromium && scripts/vendor-ui --check
-	@$(PYTEST) --no-skips tests/ui tests/web/test_page.py
+	@$(BIN)/python -m tests.clients.typescript >/dev/null
+	@$(PYTEST) --no-skips tests/ui tests/web/test_page.py tests/client/test_typescript.py
 
 test-services: $(READY) ## tests with a real Redis and a real Prometheus, which apt-get installs
 	@scripts/test-services redis-server:redis-server prometheus:prometheus
