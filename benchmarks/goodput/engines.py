@@ -11,10 +11,10 @@ def fixed(budget: int, policy: str = "fcfs") -> tuple[str, ...]:
     """Return flags of the baselines: an order and a token budget."""
     return (
         "--scheduling-policy", policy, "--default-ttft-ms", "0", "--default-tpot-ms", "0",
-        "--no-adaptive-token-budget", "--no-relegate-late",
+        "--no-adaptive-token-budget", "--no-demote-late",
         "--no-pace-admission", "--no-future-memory-check", "--pressure-threshold", "1",
-        "--max-queue", "0", "--preemption", "recompute",
-        "--plan-lead-ms", "10000", "--max-num-batched-tokens", str(budget),
+        "--max-num-waiting", "0", "--preemption", "recompute",
+        "--schedule-ahead-ms", "10000", "--max-num-batched-tokens", str(budget),
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ EQUAL: Final = FixedStepTimes(STEP)
 # names of servers that are a policy with other settings; a request that waited longer than these
 # limits would be late with its first token
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "fcfs-bounded": ("fcfs", {"max_predicted_wait_s": 0.9, "queue_timeout_s": 0.9}),
+    "fcfs-bounded": ("fcfs", {"max_predicted_ttft_s": 0.9, "queue_timeout_s": 0.9}),
 }
 # fields of the scheduler's configuration for every run, to try their effect
 OPTIONS: Final[dict[str, Any]] = json.loads(os.environ.get("OPTIONS", "{}"))

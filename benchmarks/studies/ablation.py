@@ -62,7 +62,7 @@ BASELINE: dict[str, Any] = {
     "policy": "fcfs",
     "adaptive_token_budget": False,
     "max_num_batched_tokens": 512,
-    "relegate_late": False,
+    "demote_late": False,
     "pace_admission": False,
     "future_memory_check": False,
     "preemption": "recompute",
@@ -126,7 +126,7 @@ SITUATIONS: Final[Mapping[str, Situation]] = {
     "overload": Situation(
         f"rate=9,cv=2,{LENGTHS},classes=interactive(1,ttft=1,tpot=100ms)+tight(1,ttft=0.4)"
         "+batch(1,deadline=30)+standard(2)+best-effort(1)",
-        settings={"max_predicted_wait_s": 8.0, "queue_timeout_s": 16.0},
+        settings={"max_predicted_ttft_s": 8.0, "queue_timeout_s": 16.0},
     ),
     "tenants": Situation(
         f"rate=9,cv=4,{LENGTHS},classes=chat(1,ttft=3,tpot=100ms)+standard(1),"
@@ -141,7 +141,7 @@ SITUATIONS: Final[Mapping[str, Situation]] = {
     ),
 }
 # of ``paceline serve`` on waiting
-_LIMITS: Final = {"max_predicted_wait_s": 30.0, "queue_timeout_s": 60.0}
+_LIMITS: Final = {"max_predicted_ttft_s": 30.0, "queue_timeout_s": 60.0}
 # seconds and shares that the tables show: (head, digits)
 _COLUMNS: Final = (
     ("attainment %", 1),

@@ -38,7 +38,7 @@ PLAIN: dict[str, Any] = {
     "adaptive_token_budget": False,
     "future_memory_check": False,
     "pace_admission": False,
-    "relegate_late": False,
+    "demote_late": False,
 }
 
 

@@ -103,7 +103,7 @@ def _swap(**replaced: Any) -> Switch:
 SWITCHES: Final[Mapping[str, Switch]] = {
     # order
     "the policy's order": _set(policy="fcfs"),
-    "bypassing": _set(bypass_window=0),
+    "bypassing": _set(max_skip_ahead=0),
     "displacement": _swap(step__limits__displace=_zero, pacing__paced__displace=_zero),
     # size of steps
     "adaptive budget": _set(adaptive_token_budget=False, max_num_batched_tokens=512),
@@ -120,7 +120,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "exploration of chunks": _swap(predict__chunk___AROUND=_NEVER),
     "short steps of best effort": _set(best_effort_step_s=3600.0),
     # who yields
-    "yielding of late requests": _set(relegate_late=False),
+    "yielding of late requests": _set(demote_late=False),
     "triage": _swap(pacing__feasibility__Feasibility__triage=_nothing),
     "yielding while running": _swap(pacing__feasibility__Feasibility__settle=_no),
     "rejoining": _swap(pacing__limits__PacedStep___let_rejoin=_nothing),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoints.hub.aliases import ALIASES
+from paceline.cli.flags.arguments import shown_bytes
 from paceline.cli.flags.draft_model import draft_of, drafts_by_mtp
 from paceline.cli.flags.plugins import load_policy
 from paceline.cli.flags.settings import EngineSettings
@@ -81,7 +82,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         num_blocks = load.kv_cache_bytes // (8 * load.block_size)
         if num_blocks < 1:
             raise ConfigError(
-                f"--kv-cache-memory {load.kv_cache_bytes} bytes hold no block: one of "
+                f"--kv-cache-memory {shown_bytes(load.kv_cache_bytes)} holds no block: one of "
                 f"{load.block_size} tokens takes {8 * load.block_size} bytes"
             )
     return NullBackend(

@@ -64,12 +64,12 @@ class SchedulerConfig:
     adaptive_token_budget: bool = True
     # plan a step this many seconds before the running one is predicted to end, so that requests
     # which arrive until then are in the plan. More than a step lasts: plan at once
-    plan_lead_s: Annotated[float, Range(0)] = 0.002
+    schedule_ahead_s: Annotated[float, Range(0)] = 0.002
     # policies "deadline" and "fair": longest planned time of a step while answers are streamed, so
     # that the streams do not stall; None: as long as the mean pace of the streams allows
     max_token_gap_s: Annotated[float | None, Range(0, above=True)] = 0.25
     # policy "deadline": targets of a request that asks for none, chosen for chats. No request
-    # yields before ``default_ttft_s``, even if its own target is tighter. None: no target
+    # is demoted before ``default_ttft_s``, even if its own target is tighter. None: no target
     default_ttft_s: Annotated[float | None, Range(0, above=True)] = None
     default_tpot_s: Annotated[float | None, Range(0, above=True)] = None
     # policy "fair": shares of the tenants named here; every other tenant has 1.0
@@ -86,7 +86,7 @@ class SchedulerConfig:
     # share of the engine's time that best-effort work gets while it waits; 0: only what is left
     best_effort_share: Annotated[float, Range(0, 1, below=True)] = 0.05
     # number of waiting requests behind a head that does not fit that are tried in one step
-    bypass_window: Annotated[int, Range(0)] = 8
+    max_skip_ahead: Annotated[int, Range(0)] = 8
     # number of times that a head may be passed before all others wait for it
     max_bypasses: Annotated[int, Range(0)] = 64
     # admit a request only if memory is predicted to last; False: if its known tokens fit now
@@ -95,12 +95,12 @@ class SchedulerConfig:
     pace_admission: bool = True
     # requests that can no longer meet their TTFT target become best effort, so that requests behind
     # them still meet theirs
-    relegate_late: bool = True
+    demote_late: bool = True
     # requests waiting at once at most, best effort included; None: no limit
     max_num_waiting: Annotated[int | None, Range(1)] = None
     # refuse a request whose predicted time to first token is above this and above four times its
     # target; None: never. Best effort has no target and is exempt from this and the next
-    max_predicted_wait_s: Annotated[float | None, Range(0, above=True)] = None
+    max_predicted_ttft_s: Annotated[float | None, Range(0, above=True)] = None
     # drop a request that waited this long without having started; None: never
     queue_timeout_s: Annotated[float | None, Range(0, above=True)] = None
     # how a preempted request's cache is restored: "swap" moves it to host memory while there is
@@ -126,10 +126,10 @@ class SchedulerConfig:
                 f"max_model_len={self.max_model_len} must be at most max_num_batched_tokens="
                 f"{self.max_num_batched_tokens} where prompts are not computed in chunks"
             )
-        wait, timeout = self.max_predicted_wait_s, self.queue_timeout_s
+        wait, timeout = self.max_predicted_ttft_s, self.queue_timeout_s
         if wait is not None and timeout is not None and timeout < wait:
             raise ConfigError(
-                f"queue_timeout_s={timeout:g} must be at least max_predicted_wait_s={wait:g}, or "
+                f"queue_timeout_s={timeout:g} must be at least max_predicted_ttft_s={wait:g}, or "
                 "requests would be let in that are predicted to be dropped"
             )
         for tenant, weight in self.tenant_weights.items():

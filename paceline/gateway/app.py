@@ -177,7 +177,7 @@ class Gateway:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
         path, tenant = incoming.path, incoming.tenant
-        body = read_body(await incoming.read_json(self.config.max_body_size))
+        body = read_body(await incoming.read_json(self.config.max_body_bytes))
         size = measure(body.fields)
         tokens = self._bytes_per_token.tokens(body.model, size)
         route = self.routes.find(body.model, tokens, path=path).serving(path, body)

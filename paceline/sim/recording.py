@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.engine.recorder import RECORDING_VERSION
 from paceline.errors import ConfigError
+from paceline.renamed import is_now
 from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig
 
@@ -137,6 +138,8 @@ def _config(record: dict[str, Any]) -> ReplicaConfig:
     version = record.get("paceline_recording")
     if version != RECORDING_VERSION:
         raise ValueError(f"version {version!r} of the format, this reads {RECORDING_VERSION}")
+    if renamed := is_now(record["scheduler"], {field.name for field in fields(SchedulerConfig)}):
+        raise ValueError(f"{renamed}: record it again")
     return ReplicaConfig(
         scheduler=SchedulerConfig(**record["scheduler"]),
         # requests never wait for window blocks, so the simulation has none

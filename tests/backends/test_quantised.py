@@ -102,7 +102,7 @@ def test_four_bits_are_kept(layout: str, exact: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not NATIVE, reason=str(unavailable_reason()))
-@pytest.mark.parametrize("dtype", ["q4", "native"])
+@pytest.mark.parametrize("dtype", ["q4", "gguf"])
 def test_bits_are_kept_by_every_name_for_that(dtype: str, tmp_path: Path) -> None:
     write(tmp_path, "gptq-symmetric")
     backend = load(tmp_path, dtype=dtype, compute="native", block_size=16)

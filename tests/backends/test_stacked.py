@@ -98,16 +98,16 @@ def test_mxfp4_experts_stay_in_their_bits(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     four, eight = PACKED["mxfp4"], PACKED["int8"]
     layer = bytes([eight, eight, eight, eight, four, four])
-    kinds = choose_kinds(checkpoint, "native")
+    kinds = choose_kinds(checkpoint, "gguf")
     assert kinds.numbers == layer * checkpoint.config.num_hidden_layers + bytes([eight, eight])
     theirs = expected(model, PROMPT)
     errors = {}
-    for dtype in ("native", "q4"):
+    for dtype in ("gguf", "q4"):
         loader = replace(make_native(checkpoint), dtype=dtype, kv_dtype="bfloat16")
         ours = Sequence(loader).feed(PROMPT)
         errors[dtype] = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
     # of activations in 8 bits, and of weights that are rounded again
-    assert errors["native"] < 0.1 < errors["q4"]
+    assert errors["gguf"] < 0.1 < errors["q4"]
 
 
 @pytest.mark.parametrize("in_bits", [False, True])

@@ -154,7 +154,7 @@ def test_settings_reach_the_engine() -> None:
         max_model_len=20,
         watermark=0.25,
         priority_ageing_s=9.0,
-        bypass_window=2,
+        max_skip_ahead=2,
         max_bypasses=5,
         adaptive_token_budget=False,
         coalesce_window_s=0.7,
@@ -168,7 +168,7 @@ def test_settings_reach_the_engine() -> None:
         assert not cache.enable_prefix_caching
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 7)
         assert (scheduler.policy, scheduler.priority_ageing_s) == ("priority", 9.0)
-        assert (scheduler.bypass_window, scheduler.max_bypasses) == (2, 5)
+        assert (scheduler.max_skip_ahead, scheduler.max_bypasses) == (2, 5)
         assert not scheduler.adaptive_token_budget
         assert (scheduler.coalesce_window_s, scheduler.coalesce_size) == (0.7, 11)
         assert scheduler.best_effort_share == 0.13
@@ -191,7 +191,7 @@ def test_settings_reach_the_engine() -> None:
         ({"threads": 2}, "--threads 2"),
         ({"isa": "avx2"}, "--isa avx2 changes nothing"),
         ({"numa": "off"}, "--numa off changes nothing"),
-        ({"num_blocks": None, "kv_cache_bytes": 100}, "hold no block"),
+        ({"num_blocks": None, "kv_cache_bytes": 100}, "100B holds no block"),
         ({"pipeline_depth": 0}, "pipeline_depth"),
         ({"backend": "tensor"}, "tensor"),
     ],

@@ -176,7 +176,7 @@ def test_a_head_that_does_not_fit_is_passed_a_bounded_number_of_times() -> None:
 
 def test_the_bypass_window_bounds_how_far_behind_the_head_is_looked() -> None:
     def admitted_beside(window: int) -> list[str]:
-        driver = Driver(num_blocks=16, block_size=4, bypass_window=window, max_num_seqs=8)
+        driver = Driver(num_blocks=16, block_size=4, max_skip_ahead=window, max_num_seqs=8)
         driver.add(make_request("runner", range(100, 132), 24))
         driver.step()
         for index in range(2):

@@ -231,7 +231,7 @@ def test_the_next_step_is_planned_at_96_ms() -> None:
         def quantile(self, q: float) -> float:
             return {0.1: 0.95}[q]
 
-    steps = StepsInFlight(Early(), SchedulerConfig().plan_lead_s)
+    steps = StepsInFlight(Early(), SchedulerConfig().schedule_ahead_s)
     steps.push(0, [], StepShape(), 0.06, 0.04, None)
     assert steps.plan_at == pytest.approx(0.096)
 

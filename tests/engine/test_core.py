@@ -51,7 +51,7 @@ def run(lead: float, depth: int = 2) -> list[tuple[float, list[str]]]:
     clock = Clock()
     backend = Watched(clock)
     config = SchedulerConfig(
-        max_num_batched_tokens=16, max_num_seqs=4, max_model_len=128, plan_lead_s=lead
+        max_num_batched_tokens=16, max_num_seqs=4, max_model_len=128, schedule_ahead_s=lead
     )
     core = EngineCore(backend, config, CACHE, pipeline_depth=depth, clock=clock)
     core.add_request(make_request("first", 4, 60))

@@ -210,7 +210,7 @@ async def test_pages_of_other_origins_may_not_send() -> None:
 async def test_bodies_are_bounded() -> None:
     async with (
         scripted(WHOLE) as engine,
-        gateway_over(configured(engine, max_body_size=2000)) as (_, client),
+        gateway_over(configured(engine, max_body_bytes=2000)) as (_, client),
     ):
         long: dict[str, Any] = chat(messages=[{"role": "user", "content": "x" * 3000}])
         assert (await client.post(CHAT, json=long)).status_code == 413

@@ -86,7 +86,7 @@ async def test_max_rest_wait() -> None:
     for most, status in ((0.0, 429), (5.0, 200)):
         async with (
             scripted(refused(503, retry_after="0.3"), WHOLE) as engine,
-            gateway_over(configured(engine, max_rest_wait=most)) as (_, client),
+            gateway_over(configured(engine, max_cooldown_wait=most)) as (_, client),
         ):
             assert (await client.post(CHAT, json=chat())).status_code == 503
             assert (await client.post(CHAT, json=chat())).status_code == status
@@ -199,7 +199,7 @@ async def test_who_waits_may_leave_and_no_place_is_lost() -> None:
     slow = replace(WHOLE, delay=0.15)
     one = {"e1": {"max_concurrent": 1}}
     async with scripted(slow) as engine:
-        config = configured(engine, engine_fields=one, max_queued=2, queue_timeout=0.3)
+        config = configured(engine, engine_fields=one, max_num_waiting=2, queue_timeout=0.3)
         async with gateway_over(config) as (gateway, client):
             first = asyncio.ensure_future(client.post(CHAT, json=chat()))
             await until(lambda: bool(engine.bodies))

@@ -12,11 +12,12 @@ import importlib
 import inspect
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Final
 
 from paceline.errors import RequestError
+from paceline.renamed import RENAMED
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,19 @@ def make_scheduler(core: Core, config: Mapping[str, Any], cache: Mapping[str, An
     scheduler = core.find("Scheduler", "scheduler")
     make_config = core.find("SchedulerConfig", "config")
     make_cache = core.find("CacheConfig", "config")
-    values = make_config(**config), make_cache(**cache)
+    values = make_config(**_named_there(config, make_config)), make_cache(**cache)
     if "speculation" not in inspect.signature(scheduler).parameters:
         # an older core drafts itself
         return scheduler(*values)
     drafts = importlib.import_module(f"{core.speculation}.drafts").Drafts
     return scheduler(*values, speculation=drafts)
+
+
+def _named_there(config: Mapping[str, Any], made: Any) -> dict[str, Any]:
+    """Settings under the names that they have in a core, which may be an older one."""
+    known = {field.name for field in fields(made)}
+    older = {new: old for old, new in RENAMED.items()}
+    return {name if name in known else older[name]: value for name, value in config.items()}
 
 
 def make_request(core: Core, asked: Asked) -> Any:

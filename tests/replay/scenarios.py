@@ -56,11 +56,11 @@ def _flags(rng: random.Random, policy: str) -> dict[str, Any]:
         "policy": policy,
         "max_model_len": 1024,
         "adaptive_token_budget": rng.random() < 0.75,
-        "bypass_window": rng.choice((0, 1, 3, 8)),
+        "max_skip_ahead": rng.choice((0, 1, 3, 8)),
         "max_bypasses": rng.choice((0, 1, 3, 64)),
         "future_memory_check": rng.random() < 0.5,
         "pace_admission": rng.random() < 0.75,
-        "relegate_late": rng.random() < 0.75,
+        "demote_late": rng.random() < 0.75,
         "preemption": rng.choice(("auto", "swap", "recompute")),
         "pressure_threshold": rng.choice((0.5, 0.8, 0.88, 1.0)),
         "best_effort_share": rng.choice((0.0, 0.05, 0.4)),
@@ -89,12 +89,12 @@ def _wander(core: Core, policy: str, rng: random.Random) -> Rig:
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_seqs + rng.randint(0, 20),
         "max_num_waiting": rng.choice((None, 4)),
-        "max_predicted_wait_s": rng.choice((None, None, 6.0)),
+        "max_predicted_ttft_s": rng.choice((None, None, 6.0)),
         "queue_timeout_s": rng.choice((None, 6.0)),
         "best_effort_step_s": rng.choice((0.03, 1.0)),
         "priority_ageing_s": 5.0,
         "coalesce_window_s": 3.0,
-        "plan_lead_s": rng.choice((0.0, 0.5)),
+        "schedule_ahead_s": rng.choice((0.0, 0.5)),
     }
     paced = rng.random() < 0.7
     rig = Rig(
@@ -185,12 +185,12 @@ def _serve(core: Core, policy: str, rng: random.Random) -> Rig:
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": rng.choice((24, 64, 640)),
         "max_num_waiting": rng.choice((None, None, 12, 40)),
-        "max_predicted_wait_s": rng.choice((None, None, 0.5, 3.0)),
+        "max_predicted_ttft_s": rng.choice((None, None, 0.5, 3.0)),
         "queue_timeout_s": rng.choice((None, None, 5.0)),
         "best_effort_step_s": rng.choice((0.03, 0.1, 0.4)),
         "priority_ageing_s": 1.0,
         "coalesce_window_s": 0.1,
-        "plan_lead_s": rng.choice((0.002, 10.0)),
+        "schedule_ahead_s": rng.choice((0.002, 10.0)),
     }
     rig = Rig(
         core,

@@ -125,7 +125,7 @@ def test_late_requests_do_not_displace_those_to_come_where_all_have_targets() ->
             scheduler=SchedulerConfig(
                 max_model_len=8192,
                 policy="deadline",
-                relegate_late=enabled,
+                demote_late=enabled,
             ),
             cache=CacheConfig(block_size=16, num_blocks=8000, enable_prefix_caching=False),
         )

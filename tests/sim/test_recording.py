@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"r\.jsonl"):
+        Recording.read(path)
+
+
+def test_a_setting_that_was_renamed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    head = {"paceline_recording": 1, "scheduler": {"plan_lead_s": 0.1}, "cache": {}}
+    path.write_text(json.dumps(head) + "\n")
+    with pytest.raises(ConfigError, match="plan_lead_s is now schedule_ahead_s: record it again"):
         Recording.read(path)
 
 

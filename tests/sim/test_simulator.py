@@ -25,7 +25,7 @@ def engine(**fields: Any) -> ReplicaConfig:
         max_num_batched_tokens=fields.pop("budget", 100),
         max_num_seqs=8,
         max_model_len=4096,
-        plan_lead_s=fields.pop("lead", 0.002),
+        schedule_ahead_s=fields.pop("lead", 0.002),
     )
     cache = CacheConfig(
         block_size=16,

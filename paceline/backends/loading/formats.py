@@ -26,6 +26,7 @@ from paceline.backends.native import (
 from paceline.checkpoints.gguf.types import SIZES, GGUFType
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
+from paceline.renamed import is_now
 
 __all__ = ["Formats", "choose_formats", "stored_bits", "usable_levels"]
 
@@ -103,6 +104,8 @@ def choose_formats(
 
     Raises ConfigError for unknown names and for combinations that no compute path supports.
     """
+    if renamed := is_now([dtype], (OWN_BITS,)):
+        raise ConfigError(f"--dtype {renamed}")
     if compute not in ("auto", "torch", "native"):
         raise ConfigError(f"compute must be auto, torch or native, got {compute!r}")
     if kv_dtype not in ("auto", *KV_DTYPES):

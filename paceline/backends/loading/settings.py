@@ -28,7 +28,7 @@ class BackendSettings:
     # "auto", "cpu", "cuda" or "cuda:N"
     device: str = "auto"
     # format of weights and activations: "auto", "float32", "bfloat16", or for the weights in native
-    # compute "int8", "q4" or "native": each matrix in the bits that the file has
+    # compute "int8", "q4" or "gguf": each matrix in the bits that the file has
     dtype: str = "auto"
     # format of the KV cache: "auto", "float32", "bfloat16" or "int8". One other than the weights'
     # needs native compute

@@ -74,7 +74,7 @@ class _Group:
 def choose_kinds(checkpoint: Checkpoint, dtype: str) -> Kinds:
     """Keep a file's blocks in their bits, and decode the others to int8.
 
-    ``native`` keeps all blocks that a kernel can read. ``q4`` keeps blocks of 4 bits in the layers,
+    ``gguf`` keeps all blocks that a kernel can read. ``q4`` keeps blocks of 4 bits in the layers,
     which cost no speed at any number of rows; a mixed file (Q4_K_M has matrices of Q6_K) spends
     more bits where rounding hurts most, and those become int8 instead of being rounded to 4.
     Matrices that are one in memory (gate and up), multiply the same rows (q, k and v), or belong to
@@ -84,7 +84,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str) -> Kinds:
     other types was given q4 by the user, and all of it is rounded.
 
     Args:
-        dtype: a key of ``DTYPES``, or ``native``.
+        dtype: a key of ``DTYPES``, or ``gguf``.
     """
     config = checkpoint.config
     if dtype == "int8":

@@ -244,7 +244,7 @@ class NativeLoader:
             self.tensors(),
             tables(),
             NativeSettings(
-                # for "native", the kinds below give each matrix its bits
+                # for "gguf", the kinds below give each matrix its bits
                 dtype="q4" if self.dtype == OWN_BITS else self.dtype,
                 kv_dtype=self.kv_dtype,
                 num_blocks=num_blocks + num_host_blocks,

@@ -47,7 +47,7 @@ BLOCKS: Final = {
     "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs", "MXFP4": "mxfp4",
 }  # fmt: skip
 # the dtype that keeps every matrix in its own bits
-OWN_BITS: Final = "native"
+OWN_BITS: Final = "gguf"
 # file types that "q4" keeps as they are
 KEPT: Final = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 

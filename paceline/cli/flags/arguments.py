@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import math
+import os
 import re
 import sys
 import textwrap
@@ -13,18 +14,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final, NoReturn
 
+from paceline.renamed import is_now
+
 __all__ = [
     "Parser",
     "bounded_float",
     "bounded_int",
     "byte_count",
     "json_object",
+    "shown_bytes",
     "size_list",
     "weights_by_name",
 ]
 
 _UNITS = {
-    "": 1,
     "B": 1,
     "KIB": 2**10,
     "MIB": 2**20,
@@ -123,11 +126,6 @@ _ELSEWHERE: Final = {
     "--quantization": "--dtype int8 or q4",
     "--trust-remote-code": "nothing: no code of a checkpoint is ever run",
 }
-# flags of earlier versions -> their successors
-_RENAMED: Final = {
-    "--background-share": "--best-effort-share",
-    "--best-effort-delay": "--best-effort-share",
-}
 # flags of earlier versions without a successor -> what happens instead
 _GONE: Final = {"--screen-head": "the whole output head is read for every token"}
 _SYNONYMS: Final = {
@@ -143,8 +141,8 @@ def _nearest(word: str, known: Iterable[str]) -> str:
         return f" ({word} is gone: {_GONE[word]})"
     if word in _ELSEWHERE:
         return f" (here that is {_ELSEWHERE[word]})"
-    if _RENAMED.get(word) in known:
-        return f" ({word} is now {_RENAMED[word]})"
+    if renamed := is_now([word], known):
+        return f" ({renamed})"
     if _SYNONYMS.get(word) in known:
         return f" (did you mean {_SYNONYMS[word]}?)"
     near = difflib.get_close_matches(word, known, n=1)
@@ -224,14 +222,35 @@ def size_list(text: str) -> tuple[int, ...]:
 
 
 def byte_count(text: str) -> int:
-    """Parse ``2GiB``, ``512 MB`` or plain bytes."""
+    """Parse ``2GiB``, ``512 MB`` or a plain number of GiB, as vLLM's sizes of memory are.
+
+    A plain number above this machine's memory is refused: it was probably meant in bytes.
+    """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
+    unit = _UNITS.get(match[2].upper() or "GIB") if match else None
     if match is None or unit is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; examples: 2GiB, 512MiB, 1500MB, 1073741824"
+            f"{text!r} is not a size; examples: 2GiB, 512MiB, 1500MB, 65536B, or 4 for 4GiB"
         )
     count = int(float(match[1]) * unit)
     if count < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1 byte, got {text}")
+    if not match[2] and count > (memory := _machine_bytes()):
+        raise argparse.ArgumentTypeError(
+            f"a number without a unit is in GiB, and {match[1]} GiB is more than the "
+            f"{memory / 2**30:.1f} GiB of this machine; write {match[1]}B for bytes or "
+            f"{match[1]}GiB"
+        )
     return count
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def shown_bytes(count: int) -> str:
+    """Return a size as ``byte_count`` reads it, in the largest unit that is exact."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count and count % _UNITS[unit.upper()] == 0:
+            return f"{count // _UNITS[unit.upper()]}{unit}"
+    return f"{count}B"

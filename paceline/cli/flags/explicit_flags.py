@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.flags.arguments import byte_count, shown_bytes
 from paceline.core.slo import Slo
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def given_flags(
             continue
         value = getattr(args, action.dest)
         if value != action.default:
-            found.append(GivenSetting(_name(action, value), _shown(value), _default(action)))
+            found.append(
+                GivenSetting(_name(action, value), _shown(value, action), _default(action))
+            )
     return tuple(found)
 
 
@@ -54,12 +57,14 @@ def _default(action: argparse.Action) -> str:
         # a flag without a value is off by default, unless its opposite is
         return "on" if isinstance(action, argparse.BooleanOptionalAction) and action.default else ""
     if action.default not in (None, [], {}):
-        return _shown(action.default)
+        return _shown(action.default, action)
     said = _DEFAULT.search(action.help or "")
     return "" if said is None else " ".join((said[1] or said[2]).split())
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, action: argparse.Action | None = None) -> str:
+    if action is not None and action.type is byte_count:
+        return shown_bytes(value)
     if isinstance(value, bool):
         return ""
     if isinstance(value, float):

@@ -82,11 +82,11 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     )
     group.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "int8", "q4", "native"),
+        choices=("auto", "float32", "bfloat16", "int8", "q4", "gguf"),
         default=default.load.dtype,
         help="of the weights; auto takes what was measured to be fastest on this processor's level "
         "among what passes the accuracy gate and rounds no more than the file, and the line that "
-        "says the server is ready says why; int8, q4 and native need --compute native, and native "
+        "says the server is ready says why; int8, q4 and gguf need --compute native, and gguf "
         "keeps each matrix of a GGUF file in its own bits: least memory, quicker for one request "
         "and slower for many than q4 (default auto)",
     )
@@ -143,7 +143,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         default=default.load.packed_cache_bytes,
         metavar="SIZE",
         help="with native compute, keep weights as they are packed in the cache folder, at most so "
-        "many bytes (such as 20GiB) of all models: the next start reads them instead of packing "
+        "much (such as 20GiB) of all models: the next start reads them instead of packing "
         "(docs/use/models.md; default: none)",
     )
     group.add_argument(
@@ -225,7 +225,10 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
         help="blocks in the pool; or give --kv-cache-memory; default: sized from free memory",
     )
     group.add_argument(
-        "--kv-cache-memory", type=byte_count, metavar="SIZE", help="bytes, such as 2GiB or 512MiB"
+        "--kv-cache-memory",
+        type=byte_count,
+        metavar="SIZE",
+        help="such as 2GiB or 512MiB; of this and every other SIZE, a plain number is in GiB",
     )
     group.add_argument(
         "--no-enable-prefix-caching",

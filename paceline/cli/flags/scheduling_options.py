@@ -165,18 +165,18 @@ SCHEDULING: Final = (
         "prompt comes; 0: as long as their mean pace allows",
     ),
     Flag(
-        name="--plan-lead-ms",
-        field="plan_lead_s",
+        name="--schedule-ahead-ms",
+        field="schedule_ahead_s",
         parse=bounded_float(0.0),
         metavar="MS",
         scale=1e3,
-        help="at a pipeline depth of 2, plan the next step so long before the running one is "
-        "predicted to end: who arrives until then is in it. More than a step takes: at once",
+        help="at a pipeline depth of 2, plan the next step this many ms before the running one is "
+        "predicted to end, so that late arrivals are in it; more than a step takes: plan at once",
     ),
     Flag(
-        name="--relegate-late",
-        field="relegate_late",
-        help="requests that can no longer meet their TTFT target let the others pass",
+        name="--demote-late",
+        field="demote_late",
+        help="demote requests that can no longer meet their TTFT target: the others go first",
     ),
     Flag(
         name="--pace-admission",
@@ -201,8 +201,8 @@ SCHEDULING: Final = (
         field="swap_bytes",
         parse=byte_count,
         metavar="SIZE",
-        help="host memory for swapped KV blocks; default: half the KV cache's size, taken as it "
-        "is used; on CUDA 4GiB at most, pinned at once",
+        help="host memory for swapped KV blocks, in GiB if no unit follows; default: half the KV "
+        "cache's size, taken as it is used; on CUDA 4GiB at most, pinned at once",
     ),
     Flag(
         name="--priority-ageing",
@@ -213,8 +213,8 @@ SCHEDULING: Final = (
         help="with the priority policy, waiting this long counts as one level",
     ),
     Flag(
-        name="--bypass-window",
-        field="bypass_window",
+        name="--max-skip-ahead",
+        field="max_skip_ahead",
         parse=bounded_int(0),
         help="waiting requests tried behind a head that does not fit; 0: none passes",
     ),
@@ -259,8 +259,8 @@ ADMISSION: Final = (
         default=1000.0,
         policies=("deadline",),
         help="with the deadline policy, the target for the first token of a request that names "
-        "none; priority halves or doubles it. No request yields to others before so long, however "
-        "little it asks for; 0: none",
+        "none; priority halves or doubles it. No request is demoted before this time, even if its "
+        "own target is tighter; 0: none",
     ),
     Flag(
         name="--default-tpot-ms",
@@ -276,7 +276,7 @@ ADMISSION: Final = (
         "that names none; 0: none",
     ),
     Flag(
-        name="--max-queue",
+        name="--max-num-waiting",
         field="max_num_waiting",
         parse=bounded_int(0),
         zero_is_none=True,
@@ -285,8 +285,8 @@ ADMISSION: Final = (
         "Retry-After; 0: no limit",
     ),
     Flag(
-        name="--max-wait",
-        field="max_predicted_wait_s",
+        name="--max-predicted-ttft",
+        field="max_predicted_ttft_s",
         parse=bounded_float(0.0),
         metavar="SECONDS",
         zero_is_none=True,

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from paceline.backends.loading.settings import BackendSettings
+from paceline.cli.flags.arguments import shown_bytes
 from paceline.core.config import SchedulerConfig
 from paceline.errors import ConfigError
+from paceline.renamed import is_now
 from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["ENGINE_PROCESS", "TRACE_PROCESS", "WHAT_IF_PROCESS", "EngineSettings"]
@@ -63,13 +65,13 @@ class EngineSettings:
         load = self.load
         if load.num_blocks is not None and load.kv_cache_bytes is not None:
             raise ConfigError(
-                f"--num-blocks {load.num_blocks} and --kv-cache-memory {load.kv_cache_bytes} both "
-                "size the KV cache: give one of them"
+                f"--num-blocks {load.num_blocks} and --kv-cache-memory "
+                f"{shown_bytes(load.kv_cache_bytes)} both size the KV cache: give one of them"
             )
         if self.prefix_cache_bytes is not None and not self.enable_prefix_caching:
             raise ConfigError(
-                f"--prefix-cache-memory {self.prefix_cache_bytes} changes nothing with "
-                "--no-enable-prefix-caching: leave one out"
+                f"--prefix-cache-memory {shown_bytes(self.prefix_cache_bytes)} changes nothing "
+                "with --no-enable-prefix-caching: leave one out"
             )
         SpeculationSettings.of(self.scheduler.speculative_config)
         if self.backend == "torch" and self.model_path is None:
@@ -89,7 +91,10 @@ class EngineSettings:
         )
 
     def changed(self, **values: Any) -> EngineSettings:
-        """Return a copy with these settings by name, wherever they are declared."""
+        """Return a copy with these settings by name, wherever they are declared. Raises
+        ConfigError for one that has another name now."""
+        if renamed := is_now(values, _PART):
+            raise ConfigError(renamed)
         parts: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             parts.setdefault(_PART.get(name, ""), {})[name] = value

@@ -48,12 +48,12 @@ class Others(NamedTuple):
 
 
 class Feasibility:
-    """Finds late requests and demotes them, unless ``config.relegate_late`` is off."""
+    """Finds late requests and demotes them, unless ``config.demote_late`` is off."""
 
     def __init__(self, state: SchedulerState, budget: StepBudget, targets: WaitingTargets) -> None:
         self._state = state
         self._targets = targets
-        self._enabled = state.config.relegate_late
+        self._enabled = state.config.demote_late
         self._budget = budget
         self.deadlines = Deadlines(state, budget, targets, self.demote)
         # number of changes of the queue at the last triage, and steps since then

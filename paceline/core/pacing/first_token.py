@@ -199,7 +199,7 @@ class FirstTokenForecast:
 
     def _yields(self, late: Request) -> bool:
         """Whether a request that will be late yields to other waiting requests."""
-        return bool(self._state.config.relegate_late and self._targets.dues and not late.boosted)
+        return bool(self._state.config.demote_late and self._targets.dues and not late.boosted)
 
     def seconds_each(self, request: Request) -> float:
         """Return the seconds between requests like this one if they are served one after another

@@ -108,7 +108,7 @@ class Paced:
         running = state.running.requests
         shared = tenants is not None and tenants.are_several
         view = RunningView.of(running, shared=shared)
-        if state.config.relegate_late:
+        if state.config.demote_late:
             moved = self.feasibility.settle(view, starts)
             if self._deadlines.look(view, starts) or moved:
                 view = RunningView.of(running, shared=shared)

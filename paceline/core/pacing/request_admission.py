@@ -140,7 +140,7 @@ class RequestAdmission:
 
     def _longest_wait(self, request: Request) -> float:
         """Return the predicted seconds to the first token above which a request is refused."""
-        longest = self._state.config.max_predicted_wait_s
+        longest = self._state.config.max_predicted_ttft_s
         if longest is None or request.asked.slo.best_effort:
             return math.inf
         return max(longest, _TARGETS_WAITED * (request.slo.ttft or 0.0))

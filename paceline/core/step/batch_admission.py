@@ -37,7 +37,7 @@ class BatchAdmission:
 
     def admit_waiting(self, step: Step, last: Tier) -> Reason | None:
         """Admit requests up to tier ``last`` until something runs out, and return what."""
-        window, most, tried = self._config.bypass_window, self._config.max_bypasses, 0
+        window, most, tried = self._config.max_skip_ahead, self._config.max_bypasses, 0
         passed: list[Request] = []
         head: Request | None = None
         outlook: MemoryOutlook | None = None

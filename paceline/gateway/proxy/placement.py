@@ -128,7 +128,7 @@ class Placement:
 
     def _check_patience(self, error: AllCoolingDownError, now: float) -> None:
         """Raise ``error`` if the cooldown outlasts what the request may still wait."""
-        if error.seconds > self.context.config.max_rest_wait - (now - self.context.arrived):
+        if error.seconds > self.context.config.max_cooldown_wait - (now - self.context.arrived):
             raise error
 
     def _dispatched(self, last: Endpoint | None, now: float) -> tuple[Pick, Dispatch]:

@@ -106,7 +106,7 @@ class FlowControl:
             config = self._config
             queue = self._queues[model] = EndpointQueue(
                 config.queue_policy,
-                max_waiting=config.max_queued,
+                max_waiting=config.max_num_waiting,
                 timeout=config.queue_timeout,
             )
         queue.add(queued)

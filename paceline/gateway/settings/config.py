@@ -34,6 +34,7 @@ from paceline.http.fields import BYTE_ORDER_MARK, show_url
 from paceline.http.otlp import check_endpoint
 from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.http.rate_limits.store import check_storage_url
+from paceline.renamed import is_now
 
 __all__ = [
     "EngineConfig",
@@ -53,6 +54,8 @@ EngineKind = Literal[
 ]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# what msgspec says of a key that the file may not have
+_UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MAX_CONFIG_BYTES: Final = 1 << 20
 # addresses at which clouds hand out a machine's credentials
 _METADATA_HOSTS: Final = frozenset(
@@ -203,15 +206,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     slow_start: float = 10.0
     # queue for engines at ``max_concurrent``: order, requests of one model at most, and time limit
     queue_policy: str = "deadline"
-    max_queued: int = 1000
+    max_num_waiting: int = 1000
     queue_timeout: float = 120.0
     # longest wait of a request for a cooldown (Retry-After) that all engines asked for
-    max_rest_wait: float = 5.0
+    max_cooldown_wait: float = 5.0
     sse_keep_alive: float = 15.0
     # OTLP/HTTP collector that gets a trace of every request; "": no traces
     otlp_endpoint: str = ""
     drain_timeout: float = 30.0
-    max_body_size: int = 32 * 1024 * 1024
+    max_body_bytes: int = 32 * 1024 * 1024
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -245,7 +248,9 @@ def parse_config(data: bytes, where: str = "the configuration") -> GatewayConfig
     try:
         config = msgspec.toml.decode(data.removeprefix(BYTE_ORDER_MARK), type=GatewayConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: {error}") from None
+        unknown = _UNKNOWN.search(str(error))
+        renamed = is_now(unknown.groups() if unknown else (), GatewayConfig.__struct_fields__)
+        raise ConfigError(f"{where}: {renamed or error}") from None
     try:
         check_config(config)
     except ConfigError as error:
@@ -273,7 +278,7 @@ def check_config(config: GatewayConfig) -> None:
         ("connect_timeout", 0.01),
         ("first_byte_timeout", 0.1),
         ("stall_timeout", 0.1),
-        ("max_rest_wait", 0.0),
+        ("max_cooldown_wait", 0.0),
         ("sse_keep_alive", 0.0),
         ("drain_timeout", 0.0),
         ("retry_share", 0.0),
@@ -284,12 +289,12 @@ def check_config(config: GatewayConfig) -> None:
         ("slow_factor", 0.0),
         ("slow_start", 0.0),
         ("max_concurrent_per_key", 0),
-        ("max_queued", 1),
+        ("max_num_waiting", 1),
         ("default_max_tokens", 1),
         ("queue_timeout", 0.1),
         ("max_attempts", 1),
         ("max_resumes", 0),
-        ("max_body_size", 1024),
+        ("max_body_bytes", 1024),
     ):
         value = getattr(config, name)
         if not low <= value < float("inf"):

@@ -4,8 +4,8 @@ vLLM 0.19 (``vllm/v1/core/sched/scheduler.py``) differs from this project's defa
 the settings here follow vLLM:
 
 * Waiting requests are admitted strictly in order of arrival. The first one that does not fit keeps
-  all others out (``bypass_window`` 0), and a request that fits now is admitted, whatever the others
-  will still need (``future_memory_check`` and ``watermark`` 0).
+  all others out (``max_skip_ahead`` 0), and a request that fits now is admitted, whatever the
+  others will still need (``future_memory_check`` and ``watermark`` 0).
 * When memory is short the last running request is preempted, to be recomputed as far as the prefix
   cache no longer has its blocks (``LastInFirstOut``). A step that preempts admits no request, as
   here.
@@ -77,12 +77,12 @@ def replica_config(run: VllmRun) -> ReplicaConfig:
             max_num_seqs=run.max_num_seqs,
             max_model_len=run.max_model_len or longest,
             policy=LAST_IN_FIRST_OUT,
-            bypass_window=0,
+            max_skip_ahead=0,
             adaptive_token_budget=False,
             future_memory_check=False,
             pace_admission=False,
-            relegate_late=False,
-            plan_lead_s=math.inf,
+            demote_late=False,
+            schedule_ahead_s=math.inf,
             preemption="recompute",
         ),
         cache=CacheConfig(

@@ -101,15 +101,15 @@ def test_the_reason_says_what_is_a_default_and_how_to_have_less_rounding(
 
 @pytest.mark.parametrize("stored", ["Q4_K", "Q6_K", "IQ4_XS", "MXFP4"])
 def test_native_keeps_the_bits_of_a_file(machine: pytest.MonkeyPatch, stored: str) -> None:
-    chosen = choose(replace(PLAIN, stored_dtype=stored), dtype="native")
+    chosen = choose(replace(PLAIN, stored_dtype=stored), dtype="gguf")
     # a cache as beside q4
-    assert names(chosen) == ("native", "native", "int8")
+    assert names(chosen) == ("native", "gguf", "int8")
     assert "int8 in the KV cache because that is the fastest" in chosen.why
     for other in ("bfloat16", "Q8_0", "IQ3_S"):
         with pytest.raises(
             ConfigError, match=f"keeps blocks of Q4_0, .*, and this file is of {other}"
         ):
-            choose(replace(PLAIN, stored_dtype=other), dtype="native")
+            choose(replace(PLAIN, stored_dtype=other), dtype="gguf")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_the_documents_say_of_quantised_folders(
         # 4 bits on another grid, or more of them; int8 KV is not 5 % faster on the best level
         ("IQ4_NL", ("int8", "bfloat16"), ("int8", "int8")),
         # in their own bits where products of bytes have an instruction
-        ("MXFP4", ("native", "int8"), ("int8", "int8")),
+        ("MXFP4", ("gguf", "int8"), ("int8", "int8")),
         ("Q6_K", ("int8", "bfloat16"), ("int8", "int8")),
         ("Q8_0", ("int8", "bfloat16"), ("int8", "int8")),
         ("Q2_K", ("int8", "bfloat16"), ("int8", "int8")),
@@ -162,7 +162,7 @@ def test_auto_takes_the_fastest_that_passes_and_suits_the_file(
         level = isa or "avx512bf16"
         for words in (f"native kernels for {level}", f"fastest on {level} of what passes", stored):
             assert words in chosen.why
-        assert ("q4 stands for these weights" in chosen.why) == (expected[0] == "native")
+        assert ("q4 stands for these weights" in chosen.why) == (expected[0] == "gguf")
 
 
 @pytest.mark.skipif(not variants(), reason="there is no native library")
@@ -245,7 +245,7 @@ def test_a_lesser_level_does_not_count_by_what_it_may_not_take(
     )
     machine.setattr(levels, "_table", lambda: TABLE | {"avx2": fast})
     chosen = choose(replace(PLAIN, stored_dtype="MXFP4"))
-    assert (chosen.isa, names(chosen)) == ("avx512bf16", ("native", "native", "int8"))
+    assert (chosen.isa, names(chosen)) == ("avx512bf16", ("native", "gguf", "int8"))
     # where they suit, they decide
     assert choose(QUANTISED).isa == "avx2"
 
@@ -320,7 +320,8 @@ def test_a_model_is_served_without_the_library(
     [
         ({"compute": "gpu"}, "compute must be auto, torch or native, got 'gpu'"),
         ({"kv_dtype": "fp8"}, "kv_dtype 'fp8' is not supported: use auto, float32"),
-        ({"dtype": "int3"}, "native computes in float32, bfloat16, int8, q4, native, not int3"),
+        ({"dtype": "native"}, "--dtype native is now gguf"),
+        ({"dtype": "int3"}, "native computes in float32, bfloat16, int8, q4, gguf, not int3"),
         ({"dtype": "int3", "compute": "torch"}, "dtype 'int3' is not supported"),
         ({"dtype": "q4", "compute": "torch"}, "--dtype q4 needs --compute native"),
         (

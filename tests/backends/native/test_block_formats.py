@@ -271,7 +271,7 @@ def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) ->
     checkpoint = _file(
         tmp_path / "m.gguf", {"token_embd": Q.Q6_K, "1.attn_v": Q.Q6_K, "ffn_down": Q.Q5_K}
     )
-    kinds = choose_kinds(checkpoint, "native")
+    kinds = choose_kinds(checkpoint, "gguf")
     q4, q5, q6, int8 = (PACKED[name] for name in ("q4_k", "q5_k", "q6_k", "int8"))
     assert kinds.numbers == bytes([q4, q4, q4, q4, q4, q5, q4, q4, q6, q4, q4, q5, q6, q6])
     assert kinds.note == "11 Q4_K, 2 Q5_K, 2 Q6_K in their own bits"
@@ -296,7 +296,7 @@ def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) ->
 @pytest.mark.parametrize("isa", levels())
 def test_experts_keep_their_kind(tmp_path: Path, isa: str) -> None:
     checkpoint = _file(tmp_path / "m.gguf", {"ffn_down": Q.Q6_K}, experts=3)
-    kinds = choose_kinds(checkpoint, "native")
+    kinds = choose_kinds(checkpoint, "gguf")
     q4, q6, int8 = (PACKED[name] for name in ("q4_k", "q6_k", "int8"))
     assert kinds.numbers == bytes([q4, q4, q4, q4, q4, q6] * LAYERS + [q4, q4])
     assert kinds.note == "21 Q4_K, 6 Q6_K in their own bits"
@@ -330,7 +330,7 @@ def test_a_table_that_is_no_head_stays_in_its_bits(tmp_path: Path, kind: Q) -> N
     checkpoint = _file(tmp_path / "m.gguf", {"token_embd": kind, "output": Q.Q6_K}, tied=False)
     assert not checkpoint.config.tie_word_embeddings
     own, six, int8 = PACKED[BLOCKS[kind.name]], PACKED["q6_k"], PACKED["int8"]
-    assert choose_kinds(checkpoint, "native").numbers[-2:] == bytes([six, own])
+    assert choose_kinds(checkpoint, "gguf").numbers[-2:] == bytes([six, own])
     kinds = choose_kinds(checkpoint, "q4")
     assert kinds.numbers[-2:] == bytes([int8, own])
     exact = _logits(checkpoint, "float32", b"")
@@ -350,7 +350,7 @@ def test_a_table_that_is_no_head_stays_in_its_bits(tmp_path: Path, kind: Q) -> N
 
 def test_what_no_kernel_has_is_int8(tmp_path: Path) -> None:
     checkpoint = _file(tmp_path / "m.gguf", {"1.attn_v": Q.Q8_0, "0.ffn_up": Q.Q6_K})
-    kinds = choose_kinds(checkpoint, "native")
+    kinds = choose_kinds(checkpoint, "gguf")
     q4, int8 = PACKED["q4_k"], PACKED["int8"]
     # with v in the second layer q and k, which multiply the same rows; with up the gate
     assert kinds.numbers == bytes([q4] * 4 + [int8, q4] + [int8] * 3 + [q4] * 3 + [q4, q4])
@@ -368,7 +368,7 @@ def test_kinds_of_tables_are_kept(tmp_path: Path, kind: Q) -> None:
     assert checkpoint.config.stored_dtype == kind.name
     kinds = choose_kinds(checkpoint, "int8")
     assert kinds.numbers == b"" and kinds.note == f"14 {kind.name}, 1 Q4_K decoded to int8"
-    kept = choose_kinds(checkpoint, "native")
+    kept = choose_kinds(checkpoint, "gguf")
     assert kept.note == f"14 {kind.name}, 1 Q4_K in their own bits"
     assert set(kept.numbers[:-2]) == {PACKED[BLOCKS[kind.name]]}
     # q4 was asked for by somebody: their grid is not that of q4's blocks
@@ -383,7 +383,7 @@ def test_kinds_of_tables_are_kept(tmp_path: Path, kind: Q) -> None:
 def test_only_files_of_4_bits_are_mixed(tmp_path: Path) -> None:
     checkpoint = _file(tmp_path / "m.gguf", {})
     assert set(choose_kinds(checkpoint, "q4").numbers[:-2]) == {PACKED["q4_k"]}
-    assert set(choose_kinds(checkpoint, "native").numbers) == {PACKED["q4_k"]}
+    assert set(choose_kinds(checkpoint, "gguf").numbers) == {PACKED["q4_k"]}
     assert choose_kinds(checkpoint, "int8").note == "15 Q4_K decoded to int8"
     assert choose_kinds(checkpoint, "bfloat16").note == ""
     six = dict.fromkeys(("ffn_down", "ffn_gate", "ffn_up", "attn_output"), Q.Q6_K)
@@ -393,13 +393,13 @@ def test_only_files_of_4_bits_are_mixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_head", [True, False])
-@pytest.mark.parametrize("dtype", ["native", "q4", "int8"])
+@pytest.mark.parametrize("dtype", ["gguf", "q4", "int8"])
 def test_bytes_are_told_without_packing(tmp_path: Path, dtype: str, has_head: bool) -> None:
     mixed = {"token_embd": Q.Q6_K, "1.attn_v": Q.Q6_K, "ffn_down": Q.Q5_K, "attn_output": Q.Q4_0}
     checkpoint = _file(tmp_path / "m.gguf", mixed)
     model = NativeModel(
         checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
-        NativeSettings(dtype="q4" if dtype == "native" else dtype, num_blocks=2, threads=1,
+        NativeSettings(dtype="q4" if dtype == "gguf" else dtype, num_blocks=2, threads=1,
             kinds=choose_kinds(checkpoint, dtype).numbers, has_head=has_head),
     )  # fmt: skip
     # each matrix and each row of scales begins at a multiple of 64 bytes
@@ -410,7 +410,7 @@ def test_bytes_are_told_without_packing(tmp_path: Path, dtype: str, has_head: bo
 
 def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
     checkpoint = _file(tmp_path / "m.gguf", {"token_embd": Q.Q6_K, "ffn_down": Q.Q6_K})
-    numbers = choose_kinds(checkpoint, "native").numbers
+    numbers = choose_kinds(checkpoint, "gguf").numbers
     model = NativeModel(
         checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
         NativeSettings(dtype="q4", num_blocks=2, threads=1, kinds=numbers),

@@ -48,7 +48,7 @@ def upload(address: str, content: bytes) -> httpx.Response:
 
 def test_flags_on_a_server(command: Command, tmp_path: Path) -> None:
     flags = ("--backend", "null", "--batch-dir", str(tmp_path / "kept"))
-    limits = ("--max-file-size", "1KiB", "--batch-storage", "1500", "--max-batch-requests", "2")
+    limits = ("--max-file-size", "1KiB", "--batch-storage", "1500B", "--max-batch-requests", "2")
     lines = b"\n".join(json.dumps({"custom_id": f"{i}", **LINE}).encode() for i in range(3))
     with start_server(*flags, *limits) as server:
         assert "1024 bytes" in upload(server.address, b"x" * 1025).text

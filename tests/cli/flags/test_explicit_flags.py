@@ -31,7 +31,7 @@ def given(*flags: str) -> dict[str, tuple[str, str]]:
             ["--rate-limit-requests", "60/minute"],
             {"--rate-limit-requests": ("60/minute", "no limit")},
         ),
-        (["--max-header-size", "1MiB"], {"--max-header-size": ("1048576", "64KiB")}),
+        (["--max-header-size", "1MiB"], {"--max-header-size": ("1MiB", "64KiB")}),
         (["--served-model-name", "a", "b"], {"--served-model-name": ("a b", "MODEL as given")}),
         (
             ["--slo-class", "chat=ttft:500,best-effort", "--slo-class", "x=tpot:20"],

@@ -104,7 +104,7 @@ def test_bad_values_end_in_a_usage_error(
         ["--rate-limit-storage", "redis://h:1/0", "--max-concurrent-per-key", "3"],
         ["--cors-origin", "example.org"],
         ["--allowed-host", "a:80"],
-        ["--max-header-size", "1023"],
+        ["--max-header-size", "1023B"],
     ],
 )
 def test_what_cannot_be_is_a_configuration_error(flags: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from paceline.cli.flags.arguments import (
     bounded_float,
     bounded_int,
     byte_count,
+    shown_bytes,
     weights_by_name,
 )
 from paceline.cli.flags.options import (
@@ -47,7 +49,9 @@ def settings(*flags: str) -> EngineSettings:
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("1073741824", 2**30),
+        ("1073741824B", 2**30),
+        ("1", 2**30),
+        ("0.25", 2**28),
         ("2GiB", 2**31),
         ("1.5 gib", 3 * 2**29),
         ("512MiB", 2**29),
@@ -59,10 +63,27 @@ def test_byte_count(text: str, count: int) -> None:
     assert byte_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2 apples", "-1", "0", "0.1", "1e9", "nan", "2GiB2"])
+@pytest.mark.parametrize("text", ["", "GiB", "2 apples", "-1", "0", "0.1B", "1e9", "nan", "2GiB2"])
 def test_byte_count_refuses(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         byte_count(text)
+
+
+@pytest.mark.parametrize("text", ["1073741824", "2147483648"])
+def test_a_number_that_looks_like_bytes_is_refused_with_both_sizes(text: str) -> None:
+    """vLLM's ``--swap-space 4`` are 4 GiB; a script may have bytes."""
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        byte_count(text)
+    assert re.search(
+        rf"{text} GiB is more than the [0-9.]+ GiB of this machine", str(refused.value)
+    )
+    assert f"write {text}B for bytes" in str(refused.value)
+    assert byte_count(f"{text}GiB") == 2**30 * int(text)
+
+
+@pytest.mark.parametrize("count", [1, 1023, 2**10, 3 * 2**20, 5 * 2**30, 2**40, 10**9])
+def test_shown_bytes_are_read_as_they_were(count: int) -> None:
+    assert byte_count(shown_bytes(count)) == count
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "9", "1.5", "", "x"])
@@ -113,7 +134,7 @@ def test_weights_refuse(text: str) -> None:
         (["--scheduling-policy", "priority"], "policy", "priority"),
         (["--priority-ageing", "5"], "priority_ageing_s", 5.0),
         (["--tenant-weights", "gold=3,b=c=0.5"], "tenant_weights", {"gold": 3.0, "b=c": 0.5}),
-        (["--bypass-window", "0"], "bypass_window", 0),
+        (["--max-skip-ahead", "0"], "max_skip_ahead", 0),
         (["--max-bypasses", "2"], "max_bypasses", 2),
         (["--pipeline-depth", "1"], "pipeline_depth", 1),
         (
@@ -124,20 +145,21 @@ def test_weights_refuse(text: str) -> None:
         (["--best-effort-step-ms", "20"], "best_effort_step_s", 0.02),
         (["--max-token-gap-ms", "100"], "max_token_gap_s", 0.1),
         (["--max-token-gap-ms", "0"], "max_token_gap_s", None),
-        (["--plan-lead-ms", "20"], "plan_lead_s", 0.02),
+        (["--schedule-ahead-ms", "20"], "schedule_ahead_s", 0.02),
         (["--best-effort-share", "0.3"], "best_effort_share", 0.3),
         (["--best-effort-share", "0"], "best_effort_share", 0.0),
         (["--no-future-memory-check"], "future_memory_check", False),
         (["--no-pace-admission"], "pace_admission", False),
-        (["--no-relegate-late"], "relegate_late", False),
+        (["--no-demote-late"], "demote_late", False),
         (["--preemption", "swap"], "preemption", "swap"),
         (["--swap-space", "1MiB"], "swap_bytes", 2**20),
+        (["--swap-space", "1"], "swap_bytes", 2**30),
         (["--default-ttft-ms", "500"], "default_ttft_s", 0.5),
         (["--default-ttft-ms", "0"], "default_ttft_s", None),
         (["--default-tpot-ms", "50"], "default_tpot_s", 0.05),
-        (["--max-queue", "7"], "max_num_waiting", 7),
-        (["--max-queue", "0"], "max_num_waiting", None),
-        (["--max-wait", "7.5"], "max_predicted_wait_s", 7.5),
+        (["--max-num-waiting", "7"], "max_num_waiting", 7),
+        (["--max-num-waiting", "0"], "max_num_waiting", None),
+        (["--max-predicted-ttft", "7.5"], "max_predicted_ttft_s", 7.5),
         (["--queue-timeout", "70"], "queue_timeout_s", 70.0),
         (["--pressure-threshold", "0.5"], "pressure_threshold", 0.5),
     ],
@@ -166,7 +188,7 @@ def test_what_a_server_does_unless_told_otherwise() -> None:
     assert (plain.default_ttft_s, plain.default_tpot_s) == (1.0, 0.1)
     assert plain.policy == "deadline"
     assert plain.max_num_waiting == 2048
-    assert plain.adaptive_token_budget and plain.relegate_late
+    assert plain.adaptive_token_budget and plain.demote_late
     assert plain.pace_admission and plain.future_memory_check
     assert plain.preemption == "auto"
 
@@ -176,7 +198,7 @@ def test_offline_work_is_never_refused() -> None:
     add_model_argument(offline)
     add_engine_options(offline)
     made = engine_settings(offline.parse_args(["--backend", "null"])).scheduler
-    assert made.max_num_waiting is made.max_predicted_wait_s is made.queue_timeout_s is None
+    assert made.max_num_waiting is made.max_predicted_ttft_s is made.queue_timeout_s is None
     assert made.pressure_threshold == 1.0
     assert made.default_ttft_s is made.default_tpot_s is None
 
@@ -262,7 +284,7 @@ def test_unknown_fields_are_refused() -> None:
 
 
 def test_contradictions_name_both_sides() -> None:
-    with pytest.raises(ConfigError, match=r"--num-blocks 5 and --kv-cache-memory 1048576"):
+    with pytest.raises(ConfigError, match=r"--num-blocks 5 and --kv-cache-memory 1MiB"):
         settings("--num-blocks", "5", "--kv-cache-memory", "1MiB")
     with pytest.raises(ConfigError, match="some-model"):
         settings("some-model")
@@ -328,9 +350,9 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     renamed |= {
         "best_effort_share": "best_effort_share",
         "best_effort_step_s": "best_effort_step_ms",
-        "plan_lead_s": "plan_lead_ms",
-        "max_num_waiting": "max_queue",
-        "max_predicted_wait_s": "max_wait",
+        "schedule_ahead_s": "schedule_ahead_ms",
+        "max_num_waiting": "max_num_waiting",
+        "max_predicted_ttft_s": "max_predicted_ttft",
         "queue_timeout_s": "queue_timeout",
         "swap_bytes": "swap_space",
         "prefix_cache_bytes": "prefix_cache_memory",

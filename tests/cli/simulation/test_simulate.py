@@ -47,7 +47,7 @@ def plain_runs(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str
 
 def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2")
-    flags += ("--max-wait", "0", "--queue-timeout", "0")
+    flags += ("--max-predicted-ttft", "0", "--queue-timeout", "0")
     first, second = runs(capsys, *flags)
     assert (first["policy"], second["policy"]) == ("fcfs", "sjf")
     assert first["finished"] == second["finished"] == 60
@@ -106,19 +106,23 @@ SWAPS = ("--step-times", "roofline:L4,Qwen3-0.6B", "--num-blocks", "160", "--swa
     ("workload", "setting", "flags"),
     [
         (WORKLOAD, TIGHT, ("--watermark", "0.6")),
-        (WORKLOAD, TIGHT, ("--bypass-window", "0")),
+        (WORKLOAD, TIGHT, ("--max-skip-ahead", "0")),
         (WORKLOAD, TIGHT, ("--max-bypasses", "0")),
         (WORKLOAD, TIGHT, ("--no-future-memory-check",)),
         (WORKLOAD, TIGHT, ("--pressure-threshold", "0.3")),
         (LATE, STEEP, ("--no-adaptive-token-budget",)),
-        (WORKLOAD, (), ("--plan-lead-ms", "15")),
+        (WORKLOAD, (), ("--schedule-ahead-ms", "15")),
         (WORKLOAD, ("--policy", "phase-aligned"), ("--coalesce-window-ms", "500")),
         (WORKLOAD, ("--policy", "phase-aligned"), ("--coalesce-size", "1")),
-        (WORKLOAD, ("--max-num-seqs", "2"), ("--max-queue", "3")),
-        (WORKLOAD, ("--max-num-seqs", "2"), ("--max-wait", "0.5")),
-        (WORKLOAD, ("--max-num-seqs", "2"), ("--max-wait", "0", "--queue-timeout", "0.5")),
-        (LATE, (), ("--no-relegate-late",)),
-        (LATE, (*STEEP, "--no-relegate-late"), ("--no-pace-admission",)),
+        (WORKLOAD, ("--max-num-seqs", "2"), ("--max-num-waiting", "3")),
+        (WORKLOAD, ("--max-num-seqs", "2"), ("--max-predicted-ttft", "0.5")),
+        (
+            WORKLOAD,
+            ("--max-num-seqs", "2"),
+            ("--max-predicted-ttft", "0", "--queue-timeout", "0.5"),
+        ),
+        (LATE, (), ("--no-demote-late",)),
+        (LATE, (*STEEP, "--no-demote-late"), ("--no-pace-admission",)),
         (MIXED, ("--policy", "priority", "--max-num-seqs", "2"), ("--priority-ageing", "0.1")),
         (MIXED, ("--max-num-seqs", "4"), ("--best-effort-share", "0.5")),
         (MIXED, (), ("--best-effort-step-ms", "500")),
@@ -385,7 +389,7 @@ def test_refusals_are_told_by_reason_beside_the_limit_in_force(
     printed = capsys.readouterr().out
     assert "| refused: context limit" in printed
     assert "requests of up to 300 tokens" in printed
-    (full,) = runs(capsys, *FIXED, "--max-num-seqs", "1", "--max-queue", "2")
+    (full,) = runs(capsys, *FIXED, "--max-num-seqs", "1", "--max-num-waiting", "2")
     assert set(full["refusals"]) == {"queue-full"}
 
 
@@ -420,8 +424,13 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "flags", "wait", "timeout"),
     [
         (("serve", "--backend", "null"), ("--queue-timeout", "10"), 30, 10),
-        (("serve", "--backend", "null"), ("--max-wait", "61.5"), 61.5, 60),
-        (("serve", "--backend", "null"), ("--max-wait", "2", "--queue-timeout", "1"), 2, 1),
+        (("serve", "--backend", "null"), ("--max-predicted-ttft", "61.5"), 61.5, 60),
+        (
+            ("serve", "--backend", "null"),
+            ("--max-predicted-ttft", "2", "--queue-timeout", "1"),
+            2,
+            1,
+        ),
         # before the model is looked for
         (("serve", "nothing/of-this-name"), ("--queue-timeout", "10"), 30, 10),
         (FIXED, ("--queue-timeout", "10"), 30, 10),
@@ -436,11 +445,11 @@ def test_a_timeout_below_the_wait_is_refused_with_both_numbers(
 ) -> None:
     assert main([*command, *flags]) == 2
     said = capsys.readouterr().err.strip()
-    assert f"--queue-timeout {timeout:g} must be at least --max-wait {wait:g}" in said
+    assert f"--queue-timeout {timeout:g} must be at least --max-predicted-ttft {wait:g}" in said
     assert len(said.splitlines()) == 1
 
 
 def test_without_one_of_the_two_bounds_any_timeout_goes(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (("--max-wait", "0", "--queue-timeout", "10"), ("--queue-timeout", "0")):
+    for flags in (("--max-predicted-ttft", "0", "--queue-timeout", "10"), ("--queue-timeout", "0")):
         (run,) = runs(capsys, *FIXED, *flags)
         assert run["finished"] == 60

@@ -110,15 +110,15 @@ def test_when_not_all_can_be_done_in_time_the_fewest_are_late() -> None:
 
 
 def test_a_deadline_out_of_reach_holds_nobody_up() -> None:
-    def ends(*, relegate_late: bool) -> dict[str, float]:
-        machine = Machine(max_num_seqs=1, relegate_late=relegate_late)
+    def ends(*, demote_late: bool) -> dict[str, float]:
+        machine = Machine(max_num_seqs=1, demote_late=demote_late)
         # the first would take 6 s, in 3; its place in the order is before the second's
         machine.add(machine.batch("hopeless", 6000, 3.0), machine.batch("fine", 600, 3.2))
         return machine.until_done()
 
-    assert list(ends(relegate_late=True)) == ["fine", "hopeless"]
-    assert ends(relegate_late=True)["fine"] < 3.2
-    assert list(ends(relegate_late=False)) == ["hopeless", "fine"]
+    assert list(ends(demote_late=True)) == ["fine", "hopeless"]
+    assert ends(demote_late=True)["fine"] < 3.2
+    assert list(ends(demote_late=False)) == ["hopeless", "fine"]
 
 
 def test_many_hopeless_are_left_out_a_few_at_a_time() -> None:

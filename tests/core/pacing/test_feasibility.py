@@ -120,7 +120,7 @@ def test_nothing_is_hashed_for_who_finds_the_queue_full() -> None:
 @pytest.mark.parametrize(("enabled", "on_time"), [(True, True), (False, False)])
 def test_one_that_runs_and_is_late_by_now_makes_way_as_well(enabled: bool, on_time: bool) -> None:
     """Its prompt takes 2 s; after the first step the machine stands still for as long."""
-    machine = Machine(relegate_late=enabled)
+    machine = Machine(demote_late=enabled)
     late = make_request("late", 2000, 2, arrival=machine.now, slo=Slo(ttft=2.5))
     machine.add(late)
     machine.step()

@@ -165,7 +165,7 @@ def test_other_policies_know_no_tenants() -> None:
 
 
 def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> None:
-    driver = warm(max_num_seqs=1, max_predicted_wait_s=30.0)
+    driver = warm(max_num_seqs=1, max_predicted_ttft_s=30.0)
     driver.add(make_request("a", 4, 20))
     driver.step()
     driver.add(make_request("b", 4, 50))
@@ -182,7 +182,7 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
 @pytest.mark.parametrize("policy", ["fair", "deadline"])
 def test_a_flood_makes_only_itself_wait(policy: str) -> None:
     """The light tenant is not told of a wait that it will not have."""
-    driver = warm(max_num_seqs=1, max_predicted_wait_s=60.0, policy=policy)
+    driver = warm(max_num_seqs=1, max_predicted_ttft_s=60.0, policy=policy)
     driver.add(make_request("a", 4, 20, tenant="a"))
     driver.step()
     assert flood(driver, "a", 50)["predicted-wait"] > 20
@@ -225,7 +225,7 @@ def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
 
 def test_no_advised_wait_is_longer_than_a_target_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a request whose priority lets all others pass would be."""
-    driver = warm(max_num_seqs=1, max_predicted_wait_s=30.0)
+    driver = warm(max_num_seqs=1, max_predicted_ttft_s=30.0)
     monkeypatch.setattr(FirstTokenForecast, "note", lambda self, request, longest: 1e19)
     with pytest.raises(QueueFullError, match=r"retry in 300\.0 s") as error:
         driver.add(make_request("a", 4, 20))
@@ -308,7 +308,7 @@ def test_a_request_that_cannot_be_on_time_lets_the_others_pass() -> None:
 
 
 def test_demotion_can_be_turned_off() -> None:
-    driver = warm(max_num_seqs=1, relegate_late=False)
+    driver = warm(max_num_seqs=1, demote_late=False)
     start = driver.now
     driver.add(make_request("hopeless", 20, 4, arrival=start, slo=Slo(ttft=2.0)))
     driver.add(make_request("fine", 4, 4, arrival=start, slo=Slo(ttft=30.0)))
@@ -322,13 +322,13 @@ def test_demotion_can_be_turned_off() -> None:
     [
         {"max_num_waiting": 0},
         {"queue_timeout_s": -1.0},
-        {"max_predicted_wait_s": 0.0},
+        {"max_predicted_ttft_s": 0.0},
         {"preemption": "drop"},
         {"pressure_threshold": 0.0},
         {"best_effort_step_s": 0.0},
         {"best_effort_share": 1.0},
         {"best_effort_share": -0.1},
-        {"max_predicted_wait_s": 9.0, "queue_timeout_s": 8.0},
+        {"max_predicted_ttft_s": 9.0, "queue_timeout_s": 8.0},
     ],
 )
 def test_settings_are_checked(bad: dict[str, object]) -> None:

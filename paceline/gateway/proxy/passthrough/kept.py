@@ -255,7 +255,7 @@ class StoredObjects:
     # ---------------------------------------------------------------- creation and lists
 
     async def _create(self, incoming: IncomingRequest) -> None:
-        most = self._gateway.config.max_body_size
+        most = self._gateway.config.max_body_bytes
         if incoming.path == "/v1/batches":
             self._check_counted(incoming.tenant)
             body = await incoming.read_json(most)
