@@ -63,7 +63,7 @@ class UnknownModelError(RequestError):
 class QueueFullError(RequestError):
     """The request cannot be taken now; ``retry_after`` is the advised wait in seconds.
 
-    ``reason`` is for programs: "queue-full", "queue-share", "predicted-wait", "pressure" or
+    ``reason`` is for programs: "queue-full", "queue-share", "predicted-ttft", "pressure" or
     "expired".
     """
 

@@ -100,7 +100,7 @@ async def reference(server: FaultyServer) -> Load:
     return Load(prompts, [each.token_ids for each in seen])
 
 
-async def engine_lost(server: FaultyServer, load: Load, number: signal.Signals) -> Row:
+async def engine_failed(server: FaultyServer, load: Load, number: signal.Signals) -> Row:
     """Send the engine a signal in the middle of its work."""
     before = server.rss_mb()
     streams = [
@@ -168,11 +168,11 @@ def together(runs: Sequence[Row]) -> Row:
 
 
 async def killed(server: FaultyServer, load: Load) -> Row:
-    return together([await engine_lost(server, load, signal.SIGKILL) for _ in range(TIMES)])
+    return together([await engine_failed(server, load, signal.SIGKILL) for _ in range(TIMES)])
 
 
 async def stopped(server: FaultyServer, load: Load) -> Row:
-    return together([await engine_lost(server, load, signal.SIGSTOP) for _ in range(TIMES)])
+    return together([await engine_failed(server, load, signal.SIGSTOP) for _ in range(TIMES)])
 
 
 async def scraped(server: FaultyServer, load: Load) -> Row:

@@ -140,8 +140,8 @@ class StepNote(NamedTuple):
     limit_s: float
     # predicted seconds of the step
     predicted_s: float
-    # why the head of the queue is held up, a ``queues.wait_clocks.Reason``; None: it is not
-    held_by: int | None
+    # why the head of the queue is blocked, a ``queues.wait_clocks.Reason``; None: it is not
+    blocked_by: int | None
     # level of the pressure valve
     pressure: int
     # both counted after the step was planned

@@ -164,10 +164,10 @@ class Scheduler:
         held = self.wake_at is not None
         step = self._pacing.begin(now, starts, held=held)
         budget = step.budget
-        held_by = self._planner.fill(step, held=held)
-        held_by = held_by if len(self._waiting) else None
-        self._waiting.clocks.note(held_by, now)
-        self._last.held_by, self._last.chunk_tokens = held_by, step.chunk_tokens
+        blocked_by = self._planner.fill(step, held=held)
+        blocked_by = blocked_by if len(self._waiting) else None
+        self._waiting.clocks.note(blocked_by, now)
+        self._last.blocked_by, self._last.chunk_tokens = blocked_by, step.chunk_tokens
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
@@ -187,7 +187,7 @@ class Scheduler:
         self._last.version += 1
         waiting = len(self._waiting) + (len(self._forks) if self._forks.by_parent else 0)
         self.note = StepNote(
-            budget=budget, limit_s=step.seconds, predicted_s=seconds, held_by=held_by,
+            budget=budget, limit_s=step.seconds, predicted_s=seconds, blocked_by=blocked_by,
             pressure=self.valve.level, num_free_blocks=self.kv.pool.num_free, num_waiting=waiting,
         )  # fmt: skip
         return plan
@@ -242,7 +242,7 @@ class Scheduler:
         self._waiting.rest()
         self._paced.rest()
         self._admission.rest()
-        self._last.held_by = None
+        self._last.blocked_by = None
         # requests without targets need no pacing where tenants are not kept apart
         self._pacing = self._plain if self._tenants is None else self._paced
 

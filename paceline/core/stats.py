@@ -49,7 +49,7 @@ class SchedulerStats:
     num_discarded_tokens: int = _counter()
     # refused requests by QueueFullError.reason
     refused: tuple[tuple[str, int], ...] = _counter(())
-    # seconds the queue's head was held up, by reason
+    # seconds the queue's head was blocked, by reason
     waited: tuple[tuple[str, float], ...] = _counter(())
     # how far the pressure valve is open: 0 (closed) to 4
     pressure_level: int = 0
@@ -68,5 +68,5 @@ class SchedulerStats:
     num_free_window_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
-    # why the head of the queue is held up, a name of ``queues.wait_clocks``; None: it is not
-    held_by: str | None = None
+    # why the head of the queue is blocked, a name of ``queues.wait_clocks``; None: it is not
+    blocked_by: str | None = None

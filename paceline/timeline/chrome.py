@@ -175,7 +175,7 @@ def _of_step(step: Step, zero: float) -> list[dict[str, Any]]:
     plan, done = step.plan, step.done
     assert done is not None, "its result came"
     at = _us(step.start - zero)
-    held_by = REASONS[plan.held_by] if plan.held_by < len(REASONS) else ""
+    blocked_by = REASONS[plan.blocked_by] if plan.blocked_by < len(REASONS) else ""
     args = {
         "step": plan.step,
         "tokens": plan.tokens,
@@ -185,7 +185,7 @@ def _of_step(step: Step, zero: float) -> list[dict[str, Any]]:
         "predicted ms": _milli(plan.predicted),
         "backend ms": _milli(done.backend),
         "waiting": plan.waiting,
-        "held by": held_by,
+        "blocked by": blocked_by,
         "steps summed": plan.merged,
     }
     counters = {

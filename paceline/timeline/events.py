@@ -133,7 +133,7 @@ class Plan(NamedTuple):
     narrow: int
     wide: int
     # index into REASONS; 255: no request waits
-    held_by: int
+    blocked_by: int
     pressure: int
     # events of kinds CHUNK to SKIP were left out
     thin: bool

@@ -101,7 +101,7 @@ class Steps:
             steps + 1,
             narrow + num_rows - len(wide),
             len(wide),
-            _NO_REASON if note.held_by is None else note.held_by,
+            _NO_REASON if note.blocked_by is None else note.blocked_by,
             note.pressure,
             thin,
             events,

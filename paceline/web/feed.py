@@ -169,7 +169,7 @@ class Feed:
     def take(self, frames: bytes | None) -> None:
         """Take in whole frames, or None when the engine is gone."""
         if frames is None:
-            frames = _told(FrameType.NOTICE, kind="engine_lost", now=self._clock())
+            frames = _told(FrameType.NOTICE, kind="engine_failed", now=self._clock())
             self._end_all()
             self._segments[-1].data += frames
         else:
@@ -429,7 +429,7 @@ class Feed:
             step=self._step,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
-            held_by=scheduler.held_by,
+            blocked_by=scheduler.blocked_by,
             pressure=scheduler.pressure_level,
             blocks=scheduler.num_blocks,
             free=scheduler.num_free_blocks,

@@ -68,7 +68,7 @@ def _state(service: Service) -> dict[str, Any]:
         "in_flight": service.in_flight,
         "drain_timeout": service.config.drain_timeout,
         "engine_up": faults.up,
-        "engine_losses": dict(faults.losses),
+        "engine_failures": dict(faults.losses),
         "requests_sent_again": faults.num_resent,
         "requests_lost": faults.num_lost + faults.num_poisoned,
     }

@@ -247,7 +247,7 @@ async def test_07_a_resume_that_is_forbidden_is_an_error() -> None:
         prefer_others(gateway, "e2")
         headers = {"x-paceline-allow": "retry, fallback"}
         told = streamed(await client.post(CHAT, json=chat(stream=True), headers=headers))
-        assert told[-2]["error"]["code"] == "engine_lost" and not lives.bodies
+        assert told[-2]["error"]["code"] == "engine_failed" and not lives.bodies
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -298,7 +298,7 @@ async def test_20_an_end_of_file_is_no_stop(frame: bytes) -> None:
     raw = (frame % said).replace(b"%x", b"%x" % len(said))
     async with scripted(Step(raw=raw)) as one, gateway_over(configured(one)) as (_, client):
         told = streamed(await client.post(CHAT, json=chat(stream=True)))
-        assert text_of(told) == "Once upon" and told[-2]["error"]["code"] == "engine_lost"
+        assert text_of(told) == "Once upon" and told[-2]["error"]["code"] == "engine_failed"
         assert not any(c.get("finish_reason") for t in told[:-2] for c in t.get("choices", ()))
     # an answer that is not streamed and half there is none at all
     half = Step(raw=b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n" + b'{"choices":[{"te')

@@ -169,7 +169,7 @@ async def test_what_cannot_go_on_says_so(step: Step, why: str) -> None:
         told = streamed(await client.post(CHAT, json=chat(stream=True)))
         assert text_of(told) == "Once upon", why
         error = told[-2]["error"]
-        assert error["code"] == "engine_lost" and error["resume"]["possible"] is False
+        assert error["code"] == "engine_failed" and error["resume"]["possible"] is False
         assert told[-1] == "[DONE]"
 
 

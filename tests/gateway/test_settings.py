@@ -287,7 +287,7 @@ async def test_behind_text_where_that_is_wanted(metric: str) -> None:
             prefer_others(gateway, "e2")
             told = streamed(await client.post(CHAT, json=asked))
             if not by_text:
-                assert told[-2]["error"]["code"] == "engine_lost" and not lives.bodies
+                assert told[-2]["error"]["code"] == "engine_failed" and not lives.bodies
                 continue
             assert text_of(told) == "".join(WORDS)
             (body,) = lives.bodies

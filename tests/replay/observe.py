@@ -202,10 +202,14 @@ def has_ended(update: Any) -> bool:
     return update.finish_reason is not None
 
 
+# words of the recordings for reasons that were renamed since
+_REASONS: Final = {"predicted-ttft": "predicted-wait"}
+
+
 def refusal_line(error: Any) -> str:
     """The kind of an error, its message, and what it has for programs."""
     extra = "".join(
-        f" {name} {value!r}"
+        f" {name} {_REASONS.get(value, value)!r}"
         for name in ("param", "reason", "retry_after")
         if (value := getattr(error, name, None)) is not None
     )
@@ -224,7 +228,7 @@ def expired_names(expired: Any) -> tuple[str, ...]:
 # rig had told the core, seconds that steps took and sizes of memory, and what adds up the rows of
 # plans
 _STATS: Final = {
-    "held": "held_by",
+    "held": "blocked_by held_by",
     "running": "num_running",
     "waiting": "num_waiting",
     "capacity": "num_waiting_capacity",
@@ -253,7 +257,7 @@ def statistics(scheduler: Any) -> dict[str, Any]:
     for reason, seconds in stats.waited:
         found[f"waited-{reason}"] = seconds
     for reason, count in stats.refused:
-        found[f"refused-{reason}"] = count
+        found[f"refused-{_REASONS.get(reason, reason)}"] = count
     for source, count in stats.drafted:
         found[f"guessed-{source}"] = count
     for source, count in stats.accepted:

@@ -84,7 +84,7 @@ def test_a_lost_engine_is_replaced(server: LiveServer) -> None:
     unfaulted = httpx.post(server.url + TEXT, json=body()).json()["choices"][0]["text"]
     assert unfaulted.startswith(expected)
     before = server.metrics()
-    losses = metric(before, "paceline:engine_losses_total")
+    losses = metric(before, "paceline:engine_failures_total")
     with ThreadPoolExecutor(16) as pool:
         streams = [pool.submit(stream, server, body(stream=True)) for _ in range(8)]
         wholes = [
@@ -113,7 +113,7 @@ def test_a_lost_engine_is_replaced(server: LiveServer) -> None:
     after = server.metrics()
     for name in COUNTERS:
         assert metric(before, name) <= metric(down, name) <= metric(after, name)
-    assert metric(after, "paceline:engine_losses_total") == losses + 1
+    assert metric(after, "paceline:engine_failures_total") == losses + 1
     assert metric(after, "paceline:engine_up") == 1
     assert metric(after, "paceline:engine_recovery_seconds") > 0
     eventually(lambda: metric(server.metrics(), "vllm:kv_cache_usage_perc") == 0)
@@ -130,9 +130,7 @@ def test_a_poison_is_told_not_to_come_again(server: LiveServer) -> None:
         assert poison.headers["x-should-retry"] == "false"
         assert "2 times under this request" in poison.json()["error"]["message"]
         assert [future.result(30).status_code for future in good] == [200] * 3
-    found = metric(
-        server.metrics(), "paceline:requests_hit_by_engine_loss_total", outcome="poisoned"
-    )
+    found = metric(server.metrics(), "paceline:engine_failure_requests_total", outcome="poisoned")
     assert found == 1
 
 

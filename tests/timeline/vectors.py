@@ -103,7 +103,7 @@ def _step(step: Step) -> list[Any]:
     assert step.done is not None
     plan = step.plan
     return [
-        plan.step, plan.tokens, plan.narrow, plan.wide, plan.held_by, round(step.start, 6),
+        plan.step, plan.tokens, plan.narrow, plan.wide, plan.blocked_by, round(step.start, 6),
         round(step.done.done, 6),
     ]  # fmt: skip
 

@@ -91,7 +91,7 @@ class Watching:
             "now": now, "engine": 1, "up": True, "step": self._model.step,
             "running": len(list(self._model.running())),
             "waiting": len(list(self._model.waiting())),
-            "held_by": None, "pressure": 0, "blocks": self._blocks, "free": self._free,
+            "blocked_by": None, "pressure": 0, "blocks": self._blocks, "free": self._free,
             "cached": 0, "host": 0, "host_free": 0, "preemptions": self._preemptions, "classes": [],
         }  # fmt: skip
         self.data += encode(Told(FrameType.GAUGES, gauges))

@@ -197,12 +197,12 @@ def troubles(page: Any, server: LiveServer) -> None:
     shown(page, "Timeline")
     for frame, told in (
         ("gap", {"from": 5, "to": 47, "why": "slow viewer"}),
-        ("notice", {"kind": "engine_lost", "now": 1e9}),
+        ("notice", {"kind": "engine_failed", "now": 1e9}),
         ("notice", {"kind": "level", "level": 2}),
         ("notice", {"kind": "draining"}),
     ):
         page.evaluate("(frame) => pacelineTimeline.take(frame)", {"frame": frame, "told": told})
-    page.locator(".notice.bad").get_by_text("The engine was lost").wait_for()
+    page.locator(".notice.bad").get_by_text("The engine failed").wait_for()
     page.get_by_text("The server is shutting down").wait_for()
     page.get_by_role("button", name="Table of steps").click()
 

@@ -280,12 +280,12 @@ def test_an_engine_that_is_lost_leaves_a_mark(tmp_path: Path, open_page: OpenPag
         eventually(lambda: steps(page) > 10)
         assert server.engine_pid is not None
         os.kill(server.engine_pid, signal.SIGKILL)
-        lost = page.locator(".notice.bad").get_by_text("The engine was lost")
+        lost = page.locator(".notice.bad").get_by_text("The engine failed")
         lost.wait_for()
         stream.join()
         eventually(lambda: lost.count() == 0)
         notes = asked(page, "[...t.history.notes.values()]")
-        assert notes == ["the engine was lost", "another engine began"]
+        assert notes == ["the engine failed", "another engine began"]
         # it goes on with the next one
         before = steps(page)
         generate(server, 2, 5)

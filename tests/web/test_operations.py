@@ -67,7 +67,7 @@ async def test_a_keys_limits_and_what_it_used_of_them(engine: LocalEngineClient)
     assert tokens["used"] == 5 * 8
     assert after["alice"]["limits"]["concurrent"] == {"limit": 2, "used": 0}
     assert after["alice"]["served"] == {
-        "requests": 5, "shed": 0, "prompt_tokens": 20, "output_tokens": 20,
+        "requests": 5, "refused": 0, "prompt_tokens": 20, "output_tokens": 20,
     }  # fmt: skip
     assert after["root"]["served"]["requests"] == 0
     assert told["limits"]["refused"] == {"requests": 1, "tokens": 0, "concurrent": 0}

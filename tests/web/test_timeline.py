@@ -339,7 +339,7 @@ async def test_an_engine_that_is_lost_and_replaced_is_told(told_engine: LocalEng
     feed, client, watched = feed_of(told_engine)
     client.on_timeline(None)
     lost = model_of(feed.history())
-    assert lost.notices[-1]["kind"] == "engine_lost"
+    assert lost.notices[-1]["kind"] == "engine_failed"
     # its last steps are still there to look at
     assert lost.step == watched.model.step
     client.on_timeline(busy(5, 2).data)

@@ -54,7 +54,7 @@ test("lanes of a group stand together, those that are due soonest first, free on
     model.put(at, at + 1);
   });
   const history = new History();
-  history.plan({ step: 1, planned: 1, predicted: 0, tokens: 3, budget: 9, free: 9, waiting: 0, narrow: 3, wide: 0, merged: 1, heldBy: 255, pressure: 0, thin: false }, model);
+  history.plan({ step: 1, planned: 1, predicted: 0, tokens: 3, budget: 9, free: 9, waiting: 0, narrow: 3, wide: 0, merged: 1, blockedBy: 255, pressure: 0, thin: false }, model);
   const find = (/** @type {number} */ number) => model.requests.get(number);
   const by = (/** @type {string} */ name) => {
     const found = arranged(history, 0, 4, name, find);

@@ -30,7 +30,7 @@ function meaning(frames) {
     stepped: (step) => {
       const { plan, done, start } = step;
       steps.push(step);
-      found.steps.push([plan.step, plan.tokens, plan.narrow, plan.wide, plan.heldBy, near(start), near(done.done)]);
+      found.steps.push([plan.step, plan.tokens, plan.narrow, plan.wide, plan.blockedBy, near(start), near(done.done)]);
     },
     ended: (seen) => void seens.push(seen) || found.ended.push({
       number: seen.number, id: seen.told?.id, tenant: seen.told?.tenant, end: ENDS[seen.ended.reason], waited: near(seen.waited),
@@ -106,7 +106,7 @@ test("a history forgets the oldest and finds steps by their time", () => {
   const history = new History();
   const model = new Model();
   for (let step = 0; step < CAPACITY + 10; step++) {
-    history.plan({ step, planned: step, predicted: 0.5, tokens: 1, budget: 2, free: 3, waiting: 0, narrow: 1, wide: 0, merged: 1, heldBy: 255, pressure: 0, thin: false }, model);
+    history.plan({ step, planned: step, predicted: 0.5, tokens: 1, budget: 2, free: 3, waiting: 0, narrow: 1, wide: 0, merged: 1, blockedBy: 255, pressure: 0, thin: false }, model);
     history.result({ plan: { step }, start: step, done: { done: step + 0.5, backend: 0.5 } });
   }
   assert.equal(history.first, 10);

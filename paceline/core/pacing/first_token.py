@@ -340,7 +340,7 @@ class FirstTokenForecast:
     def _look(self) -> None:
         """Measure what runs; valid until the next plan, result or end of a request."""
         state, running = self._state, self._state.running.requests
-        full = len(state.waiting) > 0 and state.last.held_by in _FULL
+        full = len(state.waiting) > 0 and state.last.blocked_by in _FULL
         self._free_places = 0 if full else state.config.max_num_seqs - len(running)
         self._tokens_per_step = max(2, state.last.chunk_tokens)
         narrow: list[int] = []

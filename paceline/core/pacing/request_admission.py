@@ -106,7 +106,7 @@ class RequestAdmission:
             request.key = state.policy.key(request)
             return
         num_waiting, limit = len(state.waiting) + len(state.forks), state.config.max_num_waiting
-        if state.last.held_by is None:
+        if state.last.blocked_by is None:
             # arrivals since the last plan get free slots in the next one
             free = state.config.max_num_seqs - len(state.running.requests)
             num_waiting = max(0, num_waiting - free)
@@ -124,7 +124,7 @@ class RequestAdmission:
             why = f"the first token is predicted to take {predicted:.1f} s, the limit is "
             why += f"{longest:g} s"
             now = asked.arrival_time
-            raise self._refusal("predicted-wait", why, self._room_in(request, predicted, now))
+            raise self._refusal("predicted-ttft", why, self._room_in(request, predicted, now))
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
@@ -181,7 +181,7 @@ class RequestAdmission:
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
         self._state.totals.refused[reason] += 1
         # no advised wait is longer than the longest target that a caller may set
-        most = _MOST_RETRY if reason == "predicted-wait" else MAX_SECONDS
+        most = _MOST_RETRY if reason == "predicted-ttft" else MAX_SECONDS
         wait = min(max(_RETRY_SECONDS if seconds is None else seconds, _LEAST_RETRY), most)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 
@@ -231,7 +231,7 @@ class RequestAdmission:
             if predicted is not None and waited + predicted > longest:
                 why = f"its first token is late and predicted to take {waited + predicted:.1f} s, "
                 why += f"the limit is {longest:g} s"
-                dropped.append(self._expiry(request, "predicted-wait", why, finish, now))
+                dropped.append(self._expiry(request, "predicted-ttft", why, finish, now))
         return dropped
 
     def _expiry(

@@ -178,9 +178,9 @@ class GuaranteedShare:
             return 0.0
         limit = state.config.max_num_seqs
         # all slots were taken, though a request may have ended with the last step
-        if state.last.held_by is Reason.SLOTS or len(state.running.requests) >= limit:
+        if state.last.blocked_by is Reason.SLOTS or len(state.running.requests) >= limit:
             return len(requests) / limit
-        if state.last.held_by is Reason.MEMORY:
+        if state.last.blocked_by is Reason.MEMORY:
             return sum(len(request.block_ids) for request in requests) / state.cache.num_blocks
         return 0.0
 

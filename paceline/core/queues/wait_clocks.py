@@ -1,6 +1,6 @@
 """Why requests wait: seconds by reason, for all of them at the cost of one.
 
-At every step the scheduler notes why the head of the queue is held up. That holds up all requests
+At every step the scheduler notes why the head of the queue is blocked. That blocks all requests
 behind it too, so a request's own wait is the difference of two readings of one set of clocks.
 
 This module does not know what the reasons mean to the scheduler.
@@ -53,7 +53,7 @@ class WaitClocks:
         self._since = now
 
     def note(self, reason: Reason | None, now: float) -> None:
-        """Set the reason that holds the queue up from ``now`` on; None: no request waits."""
+        """Set the reason that blocks the queue from ``now`` on; None: no request waits."""
         self.run(now)
         self._reason = reason
 

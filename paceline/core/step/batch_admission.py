@@ -41,7 +41,7 @@ class BatchAdmission:
         passed: list[Request] = []
         head: Request | None = None
         outlook: MemoryOutlook | None = None
-        held_by: Reason | None = None
+        blocked_by: Reason | None = None
         while isinstance(request := step.next(last, passed), Request):
             self._waiting.take(request)
             if request.num_pending_tokens:
@@ -64,14 +64,14 @@ class BatchAdmission:
                 if step.stands_aside(request, last):
                     # it may go before earlier tiers, but does not hold them up
                     continue
-                held_by, head, tried = held_by or obstacle, head or request, tried + 1
+                blocked_by, head, tried = blocked_by or obstacle, head or request, tried + 1
             if tried > window or head.times_bypassed >= most:
                 break
         else:
-            held_by = held_by or request
+            blocked_by = blocked_by or request
         for each in passed:
             self._waiting.push(each)
-        return held_by
+        return blocked_by
 
     def _surely_lasts(self, request: Request, last: Tier) -> bool:
         """Whether memory need not last, or lasts even if every output reaches its maximum."""

@@ -30,7 +30,7 @@ class Planner:
         self._admission = BatchAdmission(state, self._rows)
 
     def fill(self, step: Step, *, held: bool) -> Reason | None:
-        """Plan rows, and return why the head of the queue is held up; None if it is not.
+        """Plan rows, and return why the head of the queue is blocked; None if it is not.
 
         Args:
             held: the policy admits no request for now.
@@ -40,18 +40,18 @@ class Planner:
             self._choose_kind(step, held)
         if step.evicted is not None:
             self._running.preempt(step.evicted, step.now)
-        held_by = Reason.POLICY if held or not step.wide else None
+        blocked_by = Reason.POLICY if held or not step.wide else None
         passes, num_preemptions = step.passes, self._running.num_preemptions
         for number in range(len(passes)):
             if self._running.num_preemptions > num_preemptions:
                 num_preemptions = self._running.num_preemptions
                 passes = [part._replace(running=_still_running(part.running)) for part in passes]
-            held_by = self._run(step, passes[number:], held_by)
+            blocked_by = self._run(step, passes[number:], blocked_by)
         if not step.rows and step.wide and not mixes:
             self._fill_narrow(step)
         for child in step.forked:
             self._waiting.enter(child, step.now)
-        return held_by
+        return blocked_by
 
     def _choose_kind(self, step: Step, held: bool) -> None:
         """Choose the kind of rows, for policies that do not mix: wide while any run or wait."""
@@ -73,8 +73,8 @@ class Planner:
         self._rows.extend(step, ordinary, len(rest), limited=False)
         self._rows.extend(step, _still_running(rest), 0, limited=True)
 
-    def _run(self, step: Step, passes: Sequence[Pass], held_by: Reason | None) -> Reason | None:
-        """Run the first of the remaining passes. No request is admitted if ``held_by`` is a reason.
+    def _run(self, step: Step, passes: Sequence[Pass], blocked_by: Reason | None) -> Reason | None:
+        """Run the first of the remaining passes; if ``blocked_by`` is a reason, admit no request.
         Returns the reason afterwards."""
         part, is_first = passes[0], len(passes) == len(step.passes)
         later = sum(len(following.running) for following in passes[1:])
@@ -83,8 +83,8 @@ class Planner:
             later += step.kept
             reserved = later + len(part.must_run) + step.reserved
         preempted = self._rows.extend(step, part.running, reserved, limited=not is_first)
-        if held_by is None and preempted and self._running.requests:
-            held_by = Reason.MEMORY
+        if blocked_by is None and preempted and self._running.requests:
+            blocked_by = Reason.MEMORY
         num_rows, preempted = len(step.rows), False
         if part.must_run and (must_run := _still_running(part.must_run)):
             before = step.shape
@@ -92,15 +92,15 @@ class Planner:
             preempted = self._rows.extend(step, must_run, 0, limited=False)
             step.lengthened(before)
         num_must_run = len(step.rows) - num_rows
-        if held_by is None and len(self._waiting):
+        if blocked_by is None and len(self._waiting):
             step.budget -= later
-            held_by = self._admission.admit_waiting(step, part.last)
+            blocked_by = self._admission.admit_waiting(step, part.last)
             step.budget += later
-        if held_by is None and preempted:
-            held_by = Reason.MEMORY
+        if blocked_by is None and preempted:
+            blocked_by = Reason.MEMORY
         if is_first and len(passes) > 1:
             step.first_pass_done(num_must_run)
-        return held_by
+        return blocked_by
 
 
 def _still_running(requests: Sequence[Request]) -> list[Request]:

@@ -32,8 +32,8 @@ class LastPlan:
 
     # prompt tokens that the step had room for
     chunk_tokens: int
-    # why the head of the queue was held up; None: it was not
-    held_by: Reason | None = None
+    # why the head of the queue was blocked; None: it was not
+    blocked_by: Reason | None = None
     # counts plans, results and ends of requests: findings under another number are out of date
     version: int = 0
     # a forecast, the seconds that it really took, and whether the request had been
@@ -110,7 +110,7 @@ class SchedulerState:
 def take_stats(state: SchedulerState) -> SchedulerStats:
     """Return a snapshot of the parts."""
     totals, host = state.totals, state.kv.host
-    kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
+    kv, waiting, steps, blocked_by = state.kv, state.waiting, state.steps, state.last.blocked_by
     return SchedulerStats(
         num_running=len(state.running.requests), num_waiting=len(waiting) + len(state.forks),
         num_waiting_capacity=len(waiting), num_waiting_deferred=len(state.forks),
@@ -131,7 +131,7 @@ def take_stats(state: SchedulerState) -> SchedulerStats:
         num_window_blocks=state.cache.num_window_blocks,
         num_free_window_blocks=0 if kv.windows is None else kv.windows.num_free,
         num_host_blocks=state.cache.num_host_blocks, num_free_host_blocks=host.num_free,
-        held_by=None if held_by is None else REASONS[held_by],
+        blocked_by=None if blocked_by is None else REASONS[blocked_by],
     )  # fmt: skip
 
 

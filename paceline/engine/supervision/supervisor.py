@@ -372,7 +372,7 @@ class SupervisedEngineClient:
         self._lost_why = why
         self._before = self._stats
         self._note_stats(EngineStats.at_rest(engine.client.info))
-        _log.error("engine_lost kind=%s reason=%r requests=%d", kind, why, len(self._calls))
+        _log.error("engine_failed kind=%s reason=%r requests=%d", kind, why, len(self._calls))
         self._replacing = asyncio.create_task(self._replace(engine.client))
 
     def _started(self, engine: Engine) -> list[tuple[Suspect, int]]:

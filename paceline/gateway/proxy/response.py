@@ -316,14 +316,14 @@ def _broken_event(path: str, why: str, num_tokens: int, resume: str) -> bytes:
         }
         return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
     if path == "/v1/responses":
-        error = {"type": "error", "code": "engine_lost", "message": why, "param": None}
+        error = {"type": "error", "code": "engine_failed", "message": why, "param": None}
         return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
     error = {
         "error": {
             "message": why,
             "type": "EngineLost",
             "param": None,
-            "code": "engine_lost",
+            "code": "engine_failed",
             "retryable": True,
             "emitted_tokens": num_tokens,
             "resume": {"possible": False, "why": resume},

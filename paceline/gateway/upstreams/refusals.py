@@ -31,7 +31,7 @@ __all__ = [
 # longest cooldown, s, whatever an engine asks for
 _MAX_COOLDOWN: Final = 120.0
 # Paceline's reasons that concern one request or one tenant, not the engine
-_REASONS_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
+_REASONS_OF_THE_REQUEST: Final = frozenset({b"predicted-ttft", b"queue-share", b"expired"})
 _REASON_HEADER: Final = b"x-llm-d-request-dropped-reason"
 # words for a prompt that is too long; never for a limit on the output alone, which a longer context
 # would not help

@@ -52,13 +52,13 @@ def counts(steps: int, prefill: int, decode: int, good: int, ended: int) -> list
         f'paceline:goodput_requests_total{{slo_class="a"}} {good}',
         f'paceline:slo_requests_total{{slo_class="a"}} {ended}',
         f'paceline:slo_violations_total{{slo_class="a",kind="ttft"}} {ended - good}',
-        f'paceline:queue_held_seconds_total{{reason="memory"}} {steps * 0.01}',
+        f'paceline:queue_blocked_seconds_total{{reason="memory"}} {steps * 0.01}',
         f'paceline:request_waited_seconds_total{{reason="memory"}} {steps * 0.005}',
         'paceline:request_waited_seconds_total{reason="slots"} 7',
         f'paceline:ttft_prediction_error_seconds_bucket{{le="0.2"}} {good}',
         f'paceline:ttft_prediction_error_seconds_bucket{{le="+Inf"}} {good}',
-        'paceline:queue_held{reason="memory"} 1',
-        'paceline:queue_held{reason="slots"} 0',
+        'paceline:queue_blocked{reason="memory"} 1',
+        'paceline:queue_blocked{reason="slots"} 0',
         'paceline:kv_blocks{owner="a"} 30',
         'paceline:kv_blocks{owner="free"} 70',
         'paceline:requests{slo_class="a",state="waiting"} 4',
@@ -82,8 +82,8 @@ def test_a_frame_is_of_the_time_in_between() -> None:
     assert frame.goodput_per_s == 1.5 and frame.attainment == pytest.approx(0.3)
     assert frame.waited_seconds == {"memory": pytest.approx(0.25)}
     assert (frame.ttft_error.p50, frame.ttft_error.count) == (0.2, 3)
-    assert frame.held_by == "memory"
-    assert frame.held_share == {"memory": pytest.approx(0.25)}
+    assert frame.blocked_by == "memory"
+    assert frame.blocked_share == {"memory": pytest.approx(0.25)}
     (row,) = frame.classes
     assert (row.name, row.waiting, row.ended, row.kv_blocks) == ("a", 4, 10, 30)
     assert row.attainment == pytest.approx(0.3)
@@ -132,7 +132,7 @@ def of_tenant(name: str, ended: int, tokens: int, good: int, unfinished: int) ->
         "unfinished_requests": unfinished,
         "requests_total": ended,
         "goodput_requests_total": good,
-        "shed_requests_total": ended // 10,
+        "refused_requests_total": ended // 10,
         "prompt_tokens_total": tokens // 4,
         "generation_tokens_total": tokens - tokens // 4,
         "time_to_first_token_seconds_sum": ended * 0.2,
@@ -152,14 +152,14 @@ def test_tenants_by_what_they_took() -> None:
     frame = make_frame(before, after)
     bob, ada, idle, *_ = frame.tenants
     assert (bob.name, bob.ended, bob.tokens_per_s, bob.share) == ("bob", 4, 600, 0.75)
-    assert (ada.name, ada.unfinished, ada.ended, ada.shed) == ("ada", 1, 10, 1)
+    assert (ada.name, ada.unfinished, ada.ended, ada.refused) == ("ada", 1, 10, 1)
     assert ada.attainment == 0.5 and ada.mean_ttft == pytest.approx(0.2)
     assert (idle.name, idle.mean_ttft, idle.attainment) == ("idle0", None, None)
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(render(frame, "http://x/metrics"))
     console.file.close()
     text = console.export_text()
-    assert "the first 5, 3 more" in text and "10 (1 shed)" in text
+    assert "the first 5, 3 more" in text and "10 (1 refused)" in text
     assert "75%" in text and "200 ms" in text and "idle3" not in text
     assert make_frame(BEFORE, AFTER).tenants == () and "tenant" not in text_of()
 
@@ -182,14 +182,14 @@ def test_shares_of_time_are_never_more_than_all_of_it() -> None:
     """The engine counted 0.3 s by the end of its step, 0.2 s after the reading before."""
 
     def held(at: float, memory: float, slots: float) -> Scrape:
-        name = "paceline:queue_held_seconds_total"
+        name = "paceline:queue_blocked_seconds_total"
         return scrape(
             at, f'{name}{{reason="memory"}} {memory}', f'{name}{{reason="slots"}} {slots}'
         )
 
     frame = make_frame(held(1.0, 5.0, 1.0), held(1.2, 5.2, 1.1))
-    assert frame.held_share == {"memory": pytest.approx(2 / 3), "slots": pytest.approx(1 / 3)}
-    assert make_frame(held(1.0, 5.0, 1.0), held(1.2, 5.1, 1.0)).held_share == {
+    assert frame.blocked_share == {"memory": pytest.approx(2 / 3), "slots": pytest.approx(1 / 3)}
+    assert make_frame(held(1.0, 5.0, 1.0), held(1.2, 5.1, 1.0)).blocked_share == {
         "memory": pytest.approx(0.5)
     }
 
@@ -204,7 +204,7 @@ def text_of(frame: Frame | None = None, *, width: int = 140, **changes: Any) -> 
 def test_what_people_see() -> None:
     text = text_of()
     for words in (
-        "held up by memory (not enough KV blocks)",
+        "blocked by memory (not enough KV blocks)",
         "of the time  memory 25%",
         "step 20.0 ms",
         "predicted 30.0 ms",
@@ -241,8 +241,8 @@ def test_eighty_columns_are_enough() -> None:
         ttft=times,
         inter_token=Quantiles(0.01, 0.0987, 9, 0.01),
         queue=times,
-        held_share=dict.fromkeys(("memory", "slots", "budget", "policy", "pace"), 0.2),
-        refused={"queue-full": 12, "predicted-wait": 345},
+        blocked_share=dict.fromkeys(("memory", "slots", "budget", "policy", "pace"), 0.2),
+        refused={"queue-full": 12, "predicted-ttft": 345},
         cost_per_million_tokens=0.1234,
         pressure_level=4,
         kv_host_total=10_000,
@@ -260,15 +260,15 @@ def test_eighty_columns_are_enough() -> None:
     shown = text_of(replace(frame, kv_blocks=many), width=80)
     assert sum("█" in line for line in shown.splitlines()) == 1
     text = text_of(frame, width=80)
-    assert "…" not in text.replace("somebody-with-a-l…", "")
+    assert "…" not in text.replace("somebody-with-…", "")
     lines = text.splitlines()
     assert all(len(line) <= 80 for line in lines) and len(lines) <= 32
     for words in (
         "waiting 60000", "prompt 1234567", "0.1234 per million tokens",
         "TTFT 412 ms / 12.34 s   ITL <10.0 ms / 98.7 ms", "queued 412 ms / 12.34 s",
         "memory 20%   slots 20%   budget 20%   policy 20%   pace 20%",
-        "another", "4567 (12 shed)", "99.3%",
-        "queue-full 12   predicted-wait 345", "interactive", "running", "since start", "ttft 7",
+        "another", "4567 (12 refused)", "99.3%",
+        "queue-full 12   predicted-ttft 345", "interactive", "running", "since start", "ttft 7",
         "preemptions/s 0.0   host blocks 0/10000   pressure valve refusing",
     ):  # fmt: skip
         assert words in text, text
@@ -336,8 +336,8 @@ def test_a_busy_server(
 ) -> None:
     done = command("top", busy.address, "--json", "--once", "--interval", "0.5")
     frame = json.loads(done.stdout)
-    assert (frame["running"], frame["waiting"], frame["held_by"]) == (2, 1, "slots")
-    assert frame["held_share"]["slots"] > 0
+    assert (frame["running"], frame["waiting"], frame["blocked_by"]) == (2, 1, "slots")
+    assert frame["blocked_share"]["slots"] > 0
     assert frame["decode_tokens_per_step"] == pytest.approx(2, abs=0.3)
     assert frame["output_tokens_per_s"] > 20
     assert frame["inter_token"]["p50"] >= 0.004
@@ -347,7 +347,7 @@ def test_a_busy_server(
     assert frame["cost_per_million_tokens"] > 0
     monkeypatch.setenv("COLUMNS", "140")
     shown = command("top", busy.address, "--once", "--interval", "0.2")
-    assert "held up by slots (all places taken" in shown.stdout
+    assert "blocked by slots (all places taken" in shown.stdout
     assert "\x1b" not in shown.stdout
 
 

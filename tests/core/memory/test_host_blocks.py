@@ -116,7 +116,7 @@ def held_by_predicted_memory() -> Driver:
 def test_one_that_was_swapped_out_is_let_in_no_sooner_than_memory_lasts() -> None:
     driver = held_by_predicted_memory()
     stats = driver.scheduler.stats()
-    assert (stats.num_preemptions, stats.held_by) == (2, "memory")
+    assert (stats.num_preemptions, stats.blocked_by) == (2, "memory")
     driver.run()
     # neither made way a second time, for what it was let in too early for
     assert driver.scheduler.stats().num_preemptions == 2

@@ -139,11 +139,11 @@ def test_what_the_last_step_saw_is_over_once_nobody_is_left() -> None:
     tight.add(make_request("waiting", 4))
     tight.step()
     stats = tight.scheduler.stats()
-    assert (stats.pressure_level, stats.held_by) == (4, "slots")
+    assert (stats.pressure_level, stats.blocked_by) == (4, "slots")
     # all callers hang up at once
     tight.abort("a", "b", "waiting")
     stats = tight.scheduler.stats()
-    assert (stats.pressure_level, stats.held_by) == (0, None)
+    assert (stats.pressure_level, stats.blocked_by) == (0, None)
     tight.now += 3600.0
     # several come before the next step is planned
     tight.add(*(make_request(f"r{i}", 4, arrival=tight.now) for i in range(3)))

@@ -165,8 +165,8 @@ def test_where_the_other_blocks_run_out_requests_wait_and_are_preempted_for_memo
     while each.step():
         each.now += 1.0
         stats = each.scheduler.stats()
-        if stats.held_by is not None:
-            held.add(stats.held_by)
+        if stats.blocked_by is not None:
+            held.add(stats.blocked_by)
             assert stats.num_free_window_blocks > 0
     assert held == {"memory"}
     assert each.scheduler.stats().num_preemptions > 0

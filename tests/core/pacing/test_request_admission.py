@@ -175,7 +175,7 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
     predicted = driver.scheduler._admission.forecast.predict(make_request("d", 4, 50))
     assert predicted is not None
     assert error.value.retry_after == pytest.approx(predicted - 30.0)
-    assert error.value.reason == "predicted-wait"
+    assert error.value.reason == "predicted-ttft"
     driver.run()
 
 
@@ -185,7 +185,7 @@ def test_a_flood_makes_only_itself_wait(policy: str) -> None:
     driver = warm(max_num_seqs=1, max_predicted_ttft_s=60.0, policy=policy)
     driver.add(make_request("a", 4, 20, tenant="a"))
     driver.step()
-    assert flood(driver, "a", 50)["predicted-wait"] > 20
+    assert flood(driver, "a", 50)["predicted-ttft"] > 20
     if policy == "fair":
         asked = driver.now
         driver.add(make_request("b", 4, 2, tenant="b", arrival=asked))

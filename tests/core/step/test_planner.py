@@ -54,9 +54,9 @@ def fill(
         evicted=evicted,
     )
     assert isinstance(step, kind)
-    held_by = Planner(state).fill(step, held=held)
+    blocked_by = Planner(state).fill(step, held=held)
     state.kv.check_integrity([*state.running.requests, *state.waiting])
-    return step, held_by
+    return step, blocked_by
 
 
 def waits(state: SchedulerState, *requests: Request) -> None:
@@ -70,19 +70,19 @@ def test_rows_come_before_admissions_and_the_head_is_held_up_by_what_is_short() 
     run(state, stream, long)
     computed(state, stream)
     waits(state, numbered("new", 2, 20), numbered("next", 3, 20))
-    step, held_by = fill(state, tokens=40)
+    step, blocked_by = fill(state, tokens=40)
     assert rows_of(step) == {"stream": (5, 1), "long": (0, 30), "new": (0, 9)}
     assert [new.request_id for new in step.new] == ["new"]
-    assert held_by is Reason.BUDGET and len(state.waiting) == 1
+    assert blocked_by is Reason.BUDGET and len(state.waiting) == 1
 
 
 def test_a_policy_that_holds_requests_back_lets_none_in() -> None:
     state = parts()
     waits(state, numbered("new", 0, 20))
-    step, held_by = fill(state, held=True)
-    assert held_by is Reason.POLICY and not step.rows and len(state.waiting) == 1
-    step, held_by = fill(state)
-    assert held_by is None and rows_of(step) == {"new": (0, 20)}
+    step, blocked_by = fill(state, held=True)
+    assert blocked_by is Reason.POLICY and not step.rows and len(state.waiting) == 1
+    step, blocked_by = fill(state)
+    assert blocked_by is None and rows_of(step) == {"new": (0, 20)}
 
 
 def test_what_is_reserved_for_a_newcomer_is_not_given_to_those_that_run() -> None:
@@ -100,7 +100,7 @@ def test_a_later_pass_gets_the_tokens_that_were_kept_for_it() -> None:
     run(state, chat, *nights)
     computed(state, *nights)
     waits(state, numbered("new", 4, 30))
-    step, held_by = fill(
+    step, blocked_by = fill(
         state,
         Pass([chat], [], Tier.ORDINARY),
         Pass(list(nights), [], Tier.BACKGROUND),
@@ -108,7 +108,7 @@ def test_a_later_pass_gets_the_tokens_that_were_kept_for_it() -> None:
     )
     # two tokens are kept from the admission too
     assert rows_of(step) == {"chat": (0, 38), "night0": (5, 1), "night1": (5, 1)}
-    assert held_by is Reason.BUDGET
+    assert blocked_by is Reason.BUDGET
     assert step.told == (1, 0)
 
 
@@ -136,10 +136,10 @@ def test_memory_holds_the_head_up_in_the_step_that_preempts() -> None:
     grows.num_tokens += 1
     grows.num_computed_tokens += 1
     waits(state, numbered("new", 3, 1))
-    step, held_by = fill(state)
+    step, blocked_by = fill(state)
     assert "new" not in rows_of(step) and len(step.rows) == 2
     assert state.kv.pool.num_free == 1
-    assert held_by is Reason.MEMORY, "the block that is left is not the newcomer's"
+    assert blocked_by is Reason.MEMORY, "the block that is left is not the newcomer's"
 
 
 def test_the_evicted_make_way_before_anything_is_planned() -> None:
@@ -147,8 +147,8 @@ def test_the_evicted_make_way_before_anything_is_planned() -> None:
     night = numbered("night", 0, 13, slo=NIGHT)
     run(state, night)
     waits(state, numbered("new", 1, 9))
-    step, held_by = fill(state, Pass([], [], Tier.ORDINARY), evicted=night)
-    assert rows_of(step) == {"new": (0, 9)} and held_by is None
+    step, blocked_by = fill(state, Pass([], [], Tier.ORDINARY), evicted=night)
+    assert rows_of(step) == {"new": (0, 9)} and blocked_by is None
     assert night.status is RequestStatus.WAITING
 
 
@@ -172,9 +172,9 @@ def test_forks_of_a_step_wait_from_then_on() -> None:
     parent, child = numbered("p", 0, 10), numbered("c", 1, 10, fork_of="p")
     run(state, parent)
     state.forks.add(parent, child)
-    _, held_by = fill(state)
+    _, blocked_by = fill(state)
     assert child in state.waiting and child.history.waiting_since == 5.0
-    assert held_by is None, "it came after admissions"
+    assert blocked_by is None, "it came after admissions"
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_policies_that_do_not_mix_compute_prompts_first(
     run(state, *streams)
     computed(state, *streams)
     waits(state, *(numbered(f"w{i}", 5 + i, 9) for i in range(waiting)))
-    step, held_by = fill(state)
+    step, blocked_by = fill(state)
     assert rows_of(step) == ({"w0": (0, 9)} if wide else {"s0": (5, 1)})
-    assert (held_by is Reason.POLICY) == (not wide)
+    assert (blocked_by is Reason.POLICY) == (not wide)
 
 
 def test_a_step_for_a_prompt_that_does_not_fit_after_all_is_not_wasted() -> None:
@@ -217,5 +217,7 @@ def test_a_step_for_a_prompt_that_does_not_fit_after_all_is_not_wasted() -> None
     run(state, stream, night)
     computed(state, stream, night)
     waits(state, numbered("w", 5, 9))
-    step, held_by = fill(state, Pass(list(state.running.requests), [], Tier.ORDINARY), kind=Closed)
-    assert rows_of(step) == {"s": (5, 1), "n": (5, 1)} and held_by is Reason.PACE
+    step, blocked_by = fill(
+        state, Pass(list(state.running.requests), [], Tier.ORDINARY), kind=Closed
+    )
+    assert rows_of(step) == {"s": (5, 1), "n": (5, 1)} and blocked_by is Reason.PACE

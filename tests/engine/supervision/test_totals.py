@@ -12,7 +12,7 @@ from paceline.engine.types import EngineStats
 MOMENTARY = {
     "num_running", "num_waiting", "num_waiting_capacity", "num_waiting_deferred", "num_blocks",
     "num_free_blocks", "pressure_level", "num_cached_free_blocks", "num_host_blocks",
-    "num_free_host_blocks", "held_by", "num_window_blocks", "num_free_window_blocks",
+    "num_free_host_blocks", "blocked_by", "num_window_blocks", "num_free_window_blocks",
 }  # fmt: skip
 
 

@@ -363,13 +363,13 @@ async def test_who_holds_what_by_class() -> None:
         assert metric(text, "paceline:requests", slo_class=name, state="running") == 1
         assert metric(text, "paceline:kv_blocks", owner=name) >= 3
     assert metric(text, "paceline:kv_blocks") == pytest.approx(64)
-    assert metric(text, "paceline:queue_held", reason="slots") == 1
+    assert metric(text, "paceline:queue_blocked", reason="slots") == 1
     # nobody is left; what was computed stays findable
     assert metric(after, "paceline:requests") == 0
     assert metric(after, "paceline:kv_blocks", owner="standard") == 0
     assert metric(after, "paceline:kv_blocks", owner="prefix_cache") > 0
     assert metric(after, "paceline:kv_blocks") == 64
-    assert metric(after, "paceline:queue_held") == 0
+    assert metric(after, "paceline:queue_blocked") == 0
 
 
 async def test_prompt_tokens_by_source_and_what_was_computed() -> None:

@@ -103,13 +103,13 @@ def _batch(frame: Frame) -> RenderableType:
         f"ITL {pair_of(frame.inter_token)}",
     )
     row("", f"queued {pair_of(frame.queue)}")
-    if frame.held_by is None:
-        row("queue", "no request is held up", style="dim")
+    if frame.blocked_by is None:
+        row("queue", "no request is blocked", style="dim")
     else:
-        reason = _REASONS.get(frame.held_by, frame.held_by)
-        row("queue", f"held up by {frame.held_by} ({reason})", style="yellow")
-    if frame.held_share:
-        shares = sorted(frame.held_share.items(), key=lambda item: -item[1])
+        reason = _REASONS.get(frame.blocked_by, frame.blocked_by)
+        row("queue", f"blocked by {frame.blocked_by} ({reason})", style="yellow")
+    if frame.blocked_share:
+        shares = sorted(frame.blocked_share.items(), key=lambda item: -item[1])
         row("of the time", *(f"{name} {share:.0%}" for name, share in shares))
     if frame.refused:
         row("refused", *(f"{why} {count}" for why, count in frame.refused.items()), style="red")
@@ -142,14 +142,14 @@ def _classes(frame: Frame) -> RenderableType:
 
 def _tenants(frame: Frame) -> RenderableType:
     table = headed_table()
-    table.add_column("tenant", max_width=18, no_wrap=True, overflow="ellipsis")
+    table.add_column("tenant", max_width=15, no_wrap=True, overflow="ellipsis")
     for name in ("open", "ended", "tokens/s", "share", "TTFT mean", "met"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in frame.tenants[:_MAX_TENANTS]:
         table.add_row(
             row.name,
             str(row.unfinished),
-            f"{row.ended}" + (f" ({row.shed} shed)" if row.shed else ""),
+            f"{row.ended}" + (f" ({row.refused} refused)" if row.refused else ""),
             f"{row.tokens_per_s:.0f}",
             percent(row.share),
             time_of(row.mean_ttft),

@@ -177,25 +177,28 @@ class EngineMetrics:
                 "free": "num_free_window_blocks",
             },
         )
-        self._held = new(
+        self._blocked = new(
             gauge,
-            "paceline:queue_held",
-            "1 for what holds the head of the queue up now, 0 for the other reasons.",
+            "paceline:queue_blocked",
+            "1 for what blocks the head of the queue now, 0 for the other reasons.",
             "reason",
         )
-        self._held_seconds = new(
+        self._blocked_seconds = new(
             counter,
-            "paceline:queue_held_seconds",
-            "Seconds the head of the queue was held up.",
+            "paceline:queue_blocked_seconds",
+            "Seconds the head of the queue was blocked.",
             "reason",
         )
         self._refused = new(
-            counter, "paceline:requests_refused", "Requests refused or dropped.", "reason"
+            counter,
+            "paceline:requests_refused",
+            "Requests refused on arrival, or expired in the queue.",
+            "reason",
         )
         one(
             counter,
-            "paceline:requests_relegated",
-            "Times a request made way: its first token, or best-effort deadline, would be late.",
+            "paceline:requests_demoted",
+            "Times a request was demoted: its first token or best-effort deadline would be late.",
             "num_demoted",
         )
         each(
@@ -248,9 +251,9 @@ class EngineMetrics:
             number.value = read(now)
         self._update_classes(stats)
         for reason in REASONS:
-            self._held.at(reason).value = float(reason == now.held_by)
+            self._blocked.at(reason).value = float(reason == now.blocked_by)
         for reason, seconds in now.waited:
-            self._held_seconds.at(reason).value = seconds
+            self._blocked_seconds.at(reason).value = seconds
         for family, counts in (
             (self._refused, now.refused),
             (self._accepted_by_place, now.accepted_by_place),

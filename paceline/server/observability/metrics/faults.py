@@ -32,19 +32,20 @@ class FaultCollector(Collector):
         losses = dict.fromkeys(_KINDS, 0) | dict(faults.losses)
         yield self._gauge("engine_up", "1 while an engine is ready.", faults.up)
         yield self._counter(
-            "engine_losses",
-            "Engines that ended (exit) or were ended because a step or the process stood still.",
+            "engine_failures",
+            "Engines that ended by themselves (exit), or were ended because a step or the process "
+            "stood still.",
             "kind",
             losses,
         )
         yield self._gauge(
             "engine_recovery_seconds",
-            "From the latest loss of an engine to the readiness of the next.",
+            "From the latest failure of an engine to the readiness of the next.",
             faults.recovery_seconds,
         )
         yield self._counter(
-            "requests_hit_by_engine_loss",
-            "Requests under way when an engine ended: sent once more (resent), failed because it "
+            "engine_failure_requests",
+            "Requests under way when an engine failed: sent once more (resent), failed because it "
             "happened too often (lost), or because it was their fault (poisoned).",
             "outcome",
             {

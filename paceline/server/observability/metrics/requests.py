@@ -308,11 +308,11 @@ class RequestObserver:
 
     def end(self, error: Exception | None, now: float) -> None:
         """Count the request's end. Choices that did not end were aborted. A request that the engine
-        refused is not counted, unless it was shed, which breaks a promise."""
+        refused is not counted, unless admission refused it or it expired: that breaks a promise."""
         refused = isinstance(error, RequestError)
-        shed = isinstance(error, QueueFullError)
+        overloaded = isinstance(error, QueueFullError)
         metrics = self._metrics
-        if shed:
+        if overloaded:
             metrics.judged.at(self._slo.slo_class).value += 1
             metrics.violations.at(self._slo.slo_class, "refused").value += 1
         if refused:

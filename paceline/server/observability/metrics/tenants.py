@@ -32,7 +32,10 @@ class TenantMetrics:
             "gauge", "paceline:tenant_unfinished_requests", "Requests that wait or run.", "tenant"
         )
         self.requests = registry.numbers(
-            "counter", "paceline:tenant_requests", "Requests that ended, shed ones too.", "tenant"
+            "counter",
+            "paceline:tenant_requests",
+            "Requests that ended, refused and expired ones too.",
+            "tenant",
         )
         self.goodput = registry.numbers(
             "counter",
@@ -40,10 +43,10 @@ class TenantMetrics:
             "Requests that met every target they had.",
             "tenant",
         )
-        self.shed = registry.numbers(
+        self.refused = registry.numbers(
             "counter",
-            "paceline:tenant_shed_requests",
-            "Requests that the engine's admission refused.",
+            "paceline:tenant_refused_requests",
+            "Requests refused on arrival, or expired in the queue.",
             "tenant",
         )
         self.prompt_tokens = registry.numbers(
@@ -72,7 +75,7 @@ class TenantMetrics:
             return None
         families = {
             "requests": self.requests,
-            "shed": self.shed,
+            "refused": self.refused,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.generation_tokens,
         }
@@ -92,14 +95,14 @@ class TenantObserver:
 
     def end(self, error: Exception | None, now: float) -> None:
         """Count the request; as in ``RequestObserver.end``, one that the engine refused is not
-        counted, unless it was shed."""
+        counted, unless admission refused it or it expired."""
         metrics, label, counted = self._metrics, self._label, self._counted
         metrics.unfinished.at(label).value -= 1
-        shed = isinstance(error, QueueFullError)
-        if isinstance(error, RequestError) and not shed:
+        refused = isinstance(error, QueueFullError)
+        if isinstance(error, RequestError) and not refused:
             return
         metrics.requests.at(label).value += 1
-        metrics.shed.at(label).value += shed
+        metrics.refused.at(label).value += refused
         metrics.goodput.at(label).value += counted.has_met_targets
         metrics.prompt_tokens.at(label).value += counted.num_prompt_tokens
         metrics.generation_tokens.at(label).value += counted.num_output_tokens

@@ -34,9 +34,9 @@ class TenantRow:
 
     name: str
     unfinished: int
-    # requests that ended in the interval, and those of them that admission refused
+    # requests that ended in the interval, and those of them that were refused or expired
     ended: int
-    shed: int
+    refused: int
     tokens_per_s: float
     # share of all tenants' tokens in the interval
     share: float | None
@@ -62,9 +62,9 @@ class Frame:
     # in order of tokens, most first; empty if the server does not count tenants
     tenants: tuple[TenantRow, ...]
     # why the head of the queue is blocked now; None: the queue is empty
-    held_by: str | None
+    blocked_by: str | None
     # share of the time that the head of the queue was blocked, by reason; in sum at most 1
-    held_share: Mapping[str, float]
+    blocked_share: Mapping[str, float]
     # steps, and mean tokens per step: of prompts, and one per generating request
     steps_per_s: float
     prefill_tokens_per_step: float | None
@@ -120,16 +120,16 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     # time of steps with a prediction, which are all but the first few
     actual = grew("paceline:step_seconds_total", kind="actual")
     predicted = grew("paceline:step_seconds_total", kind="predicted")
-    held = after.by("paceline:queue_held", "reason")
+    blocked = after.by("paceline:queue_blocked", "reason")
     good = grew("paceline:goodput_requests_total")
     host = after.by("paceline:kv_host_blocks", "state")
     windows = after.by("paceline:kv_window_blocks", "state")
     queries = grew("vllm:prefix_cache_queries_total")
-    waited = grew_by("paceline:queue_held_seconds_total", "reason")
+    waited = grew_by("paceline:queue_blocked_seconds_total", "reason")
     drafted = grew_by("paceline:spec_decode_draft_tokens_total", "source")
     right = grew_by("paceline:spec_decode_accepted_tokens_total", "source")
     # the engine counts per step, so a reading may cover more time than the interval
-    held_time = max(seconds, sum(waited.values()))
+    blocked_time = max(seconds, sum(waited.values()))
     return Frame(
         model=after.label("vllm:num_requests_running", "model_name") or "",
         interval=seconds,
@@ -139,8 +139,8 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         waiting=int(after.total("vllm:num_requests_waiting")),
         classes=_classes(grown),
         tenants=_tenants(grown),
-        held_by=next((reason for reason, on in held.items() if on), None),
-        held_share={reason: held / held_time for reason, held in waited.items()},
+        blocked_by=next((reason for reason, on in blocked.items() if on), None),
+        blocked_share={reason: waits / blocked_time for reason, waits in waited.items()},
         steps_per_s=steps / seconds,
         prefill_tokens_per_step=ratio(grew("paceline:step_tokens_total", kind="prefill"), steps),
         decode_tokens_per_step=ratio(grew("paceline:step_tokens_total", kind="decode"), steps),
@@ -243,7 +243,7 @@ def _tenants(grown: Growth) -> tuple[TenantRow, ...]:
                 name=name,
                 unfinished=int(unfinished[name]),
                 ended=int(ended),
-                shed=int(grew("shed_requests_total", name)),
+                refused=int(grew("refused_requests_total", name)),
                 tokens_per_s=tokens[name] / grown.seconds,
                 share=ratio(tokens[name], total),
                 mean_ttft=ratio(grew(f"{ttft}_sum", name), grew(f"{ttft}_count", name)),

@@ -49,7 +49,7 @@ const card = (id, title, content, wide) => h("section", { class: wide ? "card ac
 
 /** @param {{ state: any, version: string }} props */
 function State({ state, version }) {
-  const losses = Object.entries(state.engine_losses).map(([why, times]) => `${times} × ${why}`).join(", ");
+  const failures = Object.entries(state.engine_failures).map(([why, times]) => `${times} × ${why}`).join(", ");
   const now = state.dead ? `the engine is gone for good: ${state.dead}`
     : state.draining ? `draining: what runs has ${span(state.drain_timeout)} to end, nothing new is taken`
       : !state.engine_up ? "another engine is being started" : state.ready ? "ready" : "not ready";
@@ -58,7 +58,7 @@ function State({ state, version }) {
     fact("Requests under way", count(state.in_flight)),
     fact("At a stop", `they get ${span(state.drain_timeout)} to end`),
     fact("Since", new Date(1e3 * state.started).toLocaleString([], { hour12: false })),
-    fact("Engines lost", losses), state.requests_sent_again > 0 && fact("Requests sent to the next engine", count(state.requests_sent_again)),
+    fact("Engines that failed", failures), state.requests_sent_again > 0 && fact("Requests sent to the next engine", count(state.requests_sent_again)),
     state.requests_lost > 0 && fact("Requests lost with one", count(state.requests_lost)),
     fact("Version", version)));
 }

@@ -129,7 +129,7 @@ function Shown() {
           : h("p", { class: "quiet" }, "No request yet.")),
       h(Card, { id: "tenants", title: "Kept, by tenant", wide: true },
         frame.tenants.length ? h(Rows, { label: "Tenants", names: [["Tenant"], ["Open", true], ["Ended", true], ["Refused", true], ["Met", true], ["First token, mean", true], ["Tokens/s", true], ["Share", true]],
-          rows: frame.tenants.map((/** @type {any} */ row) => [visible(row.name), row.unfinished, row.ended, row.shed, kept(row.attainment), time(row.mean_ttft), plain(row.tokens_per_s), percent(row.share)]) })
+          rows: frame.tenants.map((/** @type {any} */ row) => [visible(row.name), row.unfinished, row.ended, row.refused, kept(row.attainment), time(row.mean_ttft), plain(row.tokens_per_s), percent(row.share)]) })
           : h("p", { class: "quiet" }, "Tenants are told apart with API keys, or with --metrics-tenants N."),
         left > 0 && h("p", { class: "quiet" }, `${left} more, which had fewer tokens.`)),
       h(Card, { id: "times", title: "Times" }, h(Rows, { label: "Times", names: [["Time"], ["Half within", true], ["99 % within", true]],
@@ -137,9 +137,9 @@ function Shown() {
       h(Card, { id: "predicted", title: "Predictions" }, h(Rows, { label: "Predictions", names: [["What was predicted"], ["Off by", true], ["99 % within", true]],
         rows: [["A step's time, on average", percent(frame.step_error), "–"], ["Time to first token", off, offLong]] }),
         h("p", { class: "quiet" }, "The scheduler plans with both. Where they are far off, targets are missed that could be met.")),
-      h(Card, { id: "held", title: "What holds the queue up" },
-        h("p", null, frame.held_by ? `Now: ${REASONS[/** @type {keyof typeof REASONS} */ (frame.held_by)] ?? frame.held_by}.` : "Now: no request is held up."),
-        h(Reasons, { shares: frame.held_share, say: percent, none: "The head of the queue never waited." }), Object.keys(frame.held_share).length > 0 && h("p", { class: "quiet" }, "Shares of the time.")),
+      h(Card, { id: "held", title: "What blocks the queue" },
+        h("p", null, frame.blocked_by ? `Now: ${REASONS[/** @type {keyof typeof REASONS} */ (frame.blocked_by)] ?? frame.blocked_by}.` : "Now: no request is blocked."),
+        h(Reasons, { shares: frame.blocked_share, say: percent, none: "The head of the queue never waited." }), Object.keys(frame.blocked_share).length > 0 && h("p", { class: "quiet" }, "Shares of the time.")),
       h(Card, { id: "waited", title: "What requests waited for" },
         h(Reasons, { shares: frame.waited_seconds, say: time, none: "Those that finished did not wait." }), Object.keys(frame.waited_seconds).length > 0 && h("p", { class: "quiet" }, "All that finished, together.")),
       h(Card, { id: "steps", title: "Steps and what they cost" }, h(Facts, { facts: [

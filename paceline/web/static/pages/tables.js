@@ -81,7 +81,7 @@ function StepTable() {
   const last = live.value ? history.count : Math.ceil(view.end);
   const rows = [];
   for (let column = last - 1; column >= Math.max(history.first, last - 50); column--) rows.push(column);
-  const names = ["Step", "Tokens", "Budget", "Of one", "Chunks", "Took", "Predicted", "Waiting", "Held up by", "Free blocks"];
+  const names = ["Step", "Tokens", "Budget", "Of one", "Chunks", "Took", "Predicted", "Waiting", "Blocked by", "Free blocks"];
   return h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Steps" }, h("table", null,
     h("caption", null, "The 50 steps up to the right edge, the newest first"),
     h("thead", null, h("tr", null, names.map((name) => h("th", { scope: "col" }, name)))),

@@ -250,7 +250,7 @@ function Status() {
   }[state] ?? "";
   const found = [
     said && h("p", { class: "notice", role: "status" }, visible(said)),
-    lost && h("p", { class: "notice bad", role: "status" }, "The engine was lost. Its last steps are below; its requests go on in the next one, or failed."),
+    lost && h("p", { class: "notice bad", role: "status" }, "The engine failed. Its last steps are below; its requests go on in the next one, or failed."),
     draining && state === "live" && h("p", { class: "notice", role: "status" }, "The server is shutting down: what runs may end, nothing new is taken."),
     level > 0 && h("p", { class: "notice", role: "status" },
       ["", "The engine is busy: who computes what is told in one step of eight.", "The engine is very busy: steps are summed over 10 ms.", "The engine is too busy to tell of its steps."][level]),

@@ -53,7 +53,7 @@ function ofStep({ plan, done, start }, zero) {
   const ts = us(start - zero);
   const args = {
     step: plan.step, tokens: plan.tokens, budget: plan.budget, "rows of one token": plan.narrow, chunks: plan.wide, "predicted ms": milli(plan.predicted),
-    "backend ms": milli(done.backend), waiting: plan.waiting, "held by": REASONS[plan.heldBy] ?? "", "steps summed": plan.merged,
+    "backend ms": milli(done.backend), waiting: plan.waiting, "blocked by": REASONS[plan.blockedBy] ?? "", "steps summed": plan.merged,
   };
   const counters = {
     tokens: { tokens: plan.tokens, budget: plan.budget },
@@ -95,7 +95,7 @@ export function stepsOf(history, capacity) {
       done: { done: history.done[at], backend: history.backend[at] },
       plan: {
         step: history.step[at], tokens: history.tokens[at], budget: history.budget[at], narrow: history.narrow[at], wide: history.wide[at],
-        predicted: history.predicted[at], waiting: history.waiting[at], heldBy: history.held[at], merged: history.merged[at], free: history.free[at],
+        predicted: history.predicted[at], waiting: history.waiting[at], blockedBy: history.held[at], merged: history.merged[at], free: history.free[at],
         pressure: history.pressure[at],
       },
     });

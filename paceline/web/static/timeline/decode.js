@@ -102,7 +102,7 @@ const READERS = {
     step: v.getUint32(8, true), planned: v.getFloat64(12, true), predicted: v.getFloat32(20, true), limit: v.getFloat32(24, true),
     budget: v.getUint32(28, true), tokens: v.getUint32(32, true), free: v.getUint32(36, true), waiting: v.getUint32(40, true),
     merged: v.getUint16(44, true), narrow: v.getUint16(46, true), wide: v.getUint16(48, true),
-    heldBy: v.getUint8(50), pressure: v.getUint8(51), events: events(v, 56, v.getUint16(52, true)),
+    blockedBy: v.getUint8(50), pressure: v.getUint8(51), events: events(v, 56, v.getUint16(52, true)),
   }),
   done: (v) => ({
     frame: "done", step: v.getUint32(8, true), done: v.getFloat64(16, true), backend: v.getFloat32(24, true),

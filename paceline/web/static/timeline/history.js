@@ -81,7 +81,7 @@ export class History {
     this.done[at] = NaN;
     this.predicted[at] = plan.predicted; this.tokens[at] = plan.tokens; this.budget[at] = plan.budget; this.free[at] = plan.free;
     this.waiting[at] = plan.waiting; this.narrow[at] = plan.narrow; this.wide[at] = plan.wide; this.merged[at] = plan.merged;
-    this.held[at] = plan.heldBy; this.pressure[at] = plan.pressure; this.thin[at] = plan.thin ? 1 : 0;
+    this.held[at] = plan.blockedBy; this.pressure[at] = plan.pressure; this.thin[at] = plan.thin ? 1 : 0;
     this.cached[at] = model.gauges?.cached ?? 0;
     const base = at * ROWS;
     let row = 0;

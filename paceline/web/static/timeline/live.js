@@ -80,9 +80,9 @@ export function take(frame) {
     const { kind, level } = frame.told;
     if (kind === "level") engine.value = { ...engine.value, level };
     else if (kind === "draining") engine.value = { ...engine.value, draining: true };
-    else if (kind === "engine_lost" && frame.told.now > lostAt) {
+    else if (kind === "engine_failed" && frame.told.now > lostAt) {
       lostAt = frame.told.now;
-      history.mark(COLUMN.lost, frame.told.now, "the engine was lost");
+      history.mark(COLUMN.lost, frame.told.now, "the engine failed");
       engine.value = { ...engine.value, lost: true };
     }
   }

@@ -233,7 +233,7 @@ export class Painter {
     c.textAlign = "right";
     const label = (/** @type {string} */ text, /** @type {number} */ at) => c.fillText(text, GUTTER - 8, at);
     c.font = "11px system-ui, sans-serif";
-    label("held up", y.held + 4);
+    label("blocked by", y.held + 4);
     c.font = "12px system-ui, sans-serif";
     label("tokens", y.tokens + PARTS.tokens / 2 - 7);
     label("time", y.took + PARTS.took / 2 - 7);

@@ -169,7 +169,7 @@ async def test_a_stream_that_breaks(spoken: Spoken, fault: str, said: bool) -> N
         assert told[-1] == "[DONE]" and len(one.bodies) == 1
         if said:
             assert text_of(told) == WORDS[0] and not two.bodies
-            assert told[-2]["error"]["code"] == "engine_lost"
+            assert told[-2]["error"]["code"] == "engine_failed"
             reasons = [c.get("finish_reason") for t in told[:-2] for c in t.get("choices", ())]
             assert not any(reasons)
         else:
