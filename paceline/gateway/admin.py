@@ -115,7 +115,7 @@ class AdminRoutes:
             "engines": {
                 upstream.name: {
                     **_upstream(upstream, now),
-                    "abilities": _capabilities(upstream, gateway.upstreams),
+                    "capabilities": _capabilities(upstream, gateway.upstreams),
                 }
                 for upstream in gateway.upstreams.by_name.values()
             },
@@ -157,13 +157,13 @@ def _upstream(upstream: Upstream, now: float) -> Mapping[str, Any]:
         # share of the requests for it: 1, or less for a while after it came back
         "share": round(upstream.share(now), 3),
         "slow": upstream.load.pace.slow_since is not None,
-        "rests_for": round(upstream.cooldown_left(now), 1),
+        "cooldown_left_s": round(upstream.cooldown_left(now), 1),
         "max_concurrent": upstream.config.max_concurrent or None,
         "models": sorted(upstream.models) if upstream.models is not None else None,
         "requests": len(upstream.running),
         "prefill_tokens": round(upstream.load.prefill_tokens),
         "connections": len(upstream.pool),
-        "pressed": upstream.load.pressed,
+        "memory_pressure": upstream.load.pressed,
         "pressure": _pressure(upstream, now),
         "lost_signals": sorted(upstream.lost_signals),
         "samples": upstream.load.latency.num_samples,

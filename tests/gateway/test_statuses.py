@@ -160,7 +160,11 @@ async def test_one_models_trouble_is_not_anothers(status: int, headers: dict[str
         assert (await client.post(CHAT, json=chat(model="y"))).status_code == 200
         shown = (await client.get("/status")).json()["engines"]["e1"]
         # of all its models only one has trouble
-        assert (shown["state"], shown["breaker"], shown["rests_for"]) == ("ready", "closed", 0.0)
+        assert (shown["state"], shown["breaker"], shown["cooldown_left_s"]) == (
+            "ready",
+            "closed",
+            0.0,
+        )
         assert shown["trouble"].startswith("x: ") and (await client.get("/health")).is_success
         metrics = (await client.get("/metrics")).text
         assert f'paceline:gateway_breaker_open{{engine="e1"}} {float(not headers)}' in metrics
@@ -283,14 +287,14 @@ async def test_who_takes_no_connection_is_gone_at_once() -> None:
         assert answer.status_code in (404, 503)
 
 
-@pytest.mark.parametrize("why", ["full", "paused"])
+@pytest.mark.parametrize("why", ["at_capacity", "cooling_down"])
 async def test_a_gateway_whose_engines_are_busy_is_ready(why: str) -> None:
-    busy = replace(WHOLE, delay=0.3) if why == "full" else refused(429, retry_after="60")
+    busy = replace(WHOLE, delay=0.3) if why == "at_capacity" else refused(429, retry_after="60")
     bound = {"engine_fields": {"e1": {"max_concurrent": 1}}}
     async with scripted(busy) as one, gateway_over(configured(one, **bound)) as (gateway, client):
         first = asyncio.ensure_future(client.post(CHAT, json=chat()))
         await until(lambda: bool(one.bodies))
-        if why == "paused":
+        if why == "cooling_down":
             await first
         shown = (await client.get("/status")).json()["engines"]["e1"]
         assert shown["state"] == why

@@ -279,7 +279,7 @@ class UpstreamRegistry:
     def _missed(self, upstream: Upstream, error: ConnectError) -> None:
         gone = upstream.missed(str(error), unreachable=error.unreachable)
         if gone and upstream.num_misses == 1:
-            _log.warning("engine_silent engine=%s reason=%r", upstream.name, str(error))
+            _log.warning("engine_unreachable engine=%s reason=%r", upstream.name, str(error))
 
     async def _read_models(self, upstream: Upstream) -> None:
         path = upstream.facts.models_path

@@ -12,16 +12,16 @@ UpstreamState = Literal[
     # gets no new requests: drained by an admin, without answers to polls, with an open breaker, or
     # in a cooldown
     "draining",
-    "silent",
+    "unreachable",
     "failing",
-    "paused",
+    "cooling_down",
     # gets some requests: one at a time, a trickle, or a growing share after it came back
     "half-open",
     "slow",
     "starting",
     # short of memory, or at its bound of requests
-    "pressed",
-    "full",
+    "memory_pressure",
+    "at_capacity",
     "ready",
 ]
 
@@ -33,11 +33,11 @@ def state_of(upstream: Upstream, now: float) -> UpstreamState:
     if upstream.draining:
         return "draining"
     if upstream.num_misses:
-        return "silent"
+        return "unreachable"
     if breaker == "open":
         return "failing"
     if upstream.cooldown_left(now):
-        return "paused"
+        return "cooling_down"
     if breaker == "half-open":
         return "half-open"
     if upstream.load.pace.slow_since is not None:
@@ -45,5 +45,5 @@ def state_of(upstream: Upstream, now: float) -> UpstreamState:
     if upstream.share(now) < 1.0:
         return "starting"
     if upstream.load.pressed:
-        return "pressed"
-    return "ready" if upstream.free_slots else "full"
+        return "memory_pressure"
+    return "ready" if upstream.free_slots else "at_capacity"

@@ -347,7 +347,7 @@ def test_a_busy_server(
     assert frame["cost_per_million_tokens"] > 0
     monkeypatch.setenv("COLUMNS", "140")
     shown = command("top", busy.address, "--once", "--interval", "0.2")
-    assert "blocked by slots (all places taken" in shown.stdout
+    assert "blocked by slots (all slots taken" in shown.stdout
     assert "\x1b" not in shown.stdout
 
 

@@ -36,7 +36,7 @@ def engine(**changes: Any) -> dict[str, Any]:
     return {
         "url": "http://e", "kind": "paceline", "state": "ready", "trouble": None,
         "breaker": "closed", "draining": False, "share": 1.0, "slow": False, "models": ["m"],
-        "requests": 3, "pressed": False, "pressure": pressure,
+        "requests": 3, "memory_pressure": False, "pressure": pressure,
     } | changes  # fmt: skip
 
 
@@ -113,8 +113,8 @@ def test_what_people_see() -> None:
     for words in (
         "ready  1 of 2 engines", "at engines 4   waiting 1   ended/s 10.0   retries left 12",
         "ok 30   broken 10", "streams that went on elsewhere 10",
-        "ready        3    7    2  50%    7.5 ████▌   75% 100 ms 400 ms",
-        "failing      3    -    -    -    2.5 █▌      25%      -      -",
+        "ready          3    7    2  50%    7.5 ████▌   75% 100 ms 400 ms",
+        "failing        3    -    -    -    2.5 █▌      25%      -      -",
         "b  failing (open)   lost 10", "a  took over 10",
         "1.25 EUR  5.00/day  █████                 25%   225.00",
     ):  # fmt: skip
@@ -151,21 +151,24 @@ def test_eighty_columns_are_enough() -> None:
         kv=1.0, sent_per_s=99_999.0, sent_share=1.0, predicted_first=123.4, actual_first=0.0123,
     )  # fmt: skip
     rows: list[EngineRow] = [replace(big, name=f"{big.name}{number}") for number in range(30)]
-    rows[25] = replace(b, name="unwell", state="silent", trouble="no connection")
+    rows[25] = replace(b, name="unwell", state="unreachable", trouble="no connection")
     keys = tuple(replace(FRAME.keys[0], name=f"key{n}", spent=1e6, share=1.2) for n in range(9))
     text = shown(render_gateway(replace(FRAME, engines=tuple(rows), keys=keys), "http://g/metrics"))
-    assert "(16 of 30)" in text and "unwell       silent" in text
+    assert "(16 of 30)" in text and "unwell     unreachable" in text
     assert "9999  20k 1234 100%  99999 ██████ 100%  123 s  12 ms" in text
     assert "(the first 6, 3 more)" in text and "key6" not in text and "120%" in text
     assert len(text.splitlines()) <= 55
-    states = ("slow", "starting", "pressed", "full", "paused", "half-open", "draining")
+    states = (
+        "slow", "starting", "memory_pressure", "at_capacity", "cooling_down", "half-open",
+        "draining",
+    )  # fmt: skip
     all_states = tuple(
         replace(a, name=s, state=s, trouble=f"because of {s}", share=0.4) for s in states
     )
     text = shown(render_gateway(replace(FRAME, engines=all_states), "u"))
     assert "starting  came back, gets 40% of its share" in text
-    assert "it gets a trickle" in text and "because of paused" in text
-    assert "because of full" not in text and "because of slow" not in text
+    assert "it gets a trickle" in text and "because of cooling_down" in text
+    assert "because of at_capacity" not in text and "because of slow" not in text
 
 
 def test_several_addresses_have_a_row_each() -> None:
@@ -251,7 +254,7 @@ def test_a_gateway_at_work(gateway: str, command: Command) -> None:
     )
     one, two, gone = frame.engines
     assert one.sent_per_s + two.sent_per_s == 3.0 and frame.results == {"ok": 6}
-    assert gone.state == "silent" and gone.sent_per_s == 0.0 and "refused" in gone.trouble
+    assert gone.state == "unreachable" and gone.sent_per_s == 0.0 and "refused" in gone.trouble
     (busy, *_) = [row for row in (one, two) if row.actual_first is not None]
     assert busy.predicted_first is not None and busy.state == "ready" and busy.kv is not None
     done = command("top", gateway, "--json", "--once", "--interval", "0.1")

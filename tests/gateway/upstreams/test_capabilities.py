@@ -152,7 +152,7 @@ SAID: dict[str, tuple[EngineKind, Mapping[str, Any], Mapping[str, bool], Mapping
 
 
 async def told(http: Any, name: str = "e1") -> dict[str, Any]:
-    found: dict[str, Any] = (await http.get("/status")).json()["engines"][name]["abilities"]
+    found: dict[str, Any] = (await http.get("/status")).json()["engines"][name]["capabilities"]
     return found
 
 

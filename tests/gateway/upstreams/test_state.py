@@ -31,13 +31,13 @@ def test_each_state_has_its_word() -> None:
     assert state_of(made, 1.0) == "ready"
     view = made.load.view(DEMAND, 1.0)
     ticket = made.load.dispatch(DEMAND, view, 1.0)
-    assert state_of(made, 1.0) == "full"
+    assert state_of(made, 1.0) == "at_capacity"
     ticket.end(2.0)
     made.load.heard(Pressure(at=2.0, kv=0.99))
-    assert state_of(made, 2.0) == "pressed"
+    assert state_of(made, 2.0) == "memory_pressure"
     made.back_at = 95.0
     assert state_of(made, 100.0) == "starting" and made.share(100.0) == 0.5
-    assert state_of(made, 106.0) == "pressed"
+    assert state_of(made, 106.0) == "memory_pressure"
     made.load.pace.slow_since = 100.0
     assert state_of(made, 106.0) == "slow"
     model = made.standings.of("m", 110.0)
@@ -47,9 +47,9 @@ def test_each_state_has_its_word() -> None:
     assert state_of(made, 111.0) == "failing"
     assert state_of(made, 110.0 + model.reopens_in(CHAT, 110.0) + 0.1) == "half-open"
     model.cool_down(300.0)
-    assert state_of(made, 120.0) == "paused" and state_of(made, 111.0) == "failing"
+    assert state_of(made, 120.0) == "cooling_down" and state_of(made, 111.0) == "failing"
     made.num_misses = 1
-    assert state_of(made, 120.0) == "silent"
+    assert state_of(made, 120.0) == "unreachable"
     made.draining = True
     assert state_of(made, 120.0) == "draining"
 
@@ -92,7 +92,7 @@ async def test_status_says_it() -> None:
         assert (await client.post(CHAT, json=chat(stream=True))).status_code == 200
         found = (await client.get("/status")).json()["engines"]["e1"]
         assert (found["state"], found["share"], found["slow"]) == ("ready", 1.0, False)
-        assert (found["max_concurrent"], found["rests_for"]) == (3, 0.0)
+        assert (found["max_concurrent"], found["cooldown_left_s"]) == (3, 0.0)
         gateway.upstreams.by_name["e1"].draining = True
         found = (await client.get("/status")).json()["engines"]["e1"]
         assert found["state"] == "draining"

@@ -35,7 +35,7 @@ class EngineRow:
     running: int | None
     waiting: int | None
     kv: float | None
-    pressed: bool
+    memory_pressure: bool
     # seconds since that report
     seconds_ago: float | None
     # requests sent there per second, and their share of all sent in the interval
@@ -153,7 +153,7 @@ def _engine(name: str, told: Mapping[str, Any], grown: Growth) -> EngineRow:
         running=_whole(pressure.get("running")),
         waiting=_whole(pressure.get("waiting")),
         kv=pressure.get("kv"),
-        pressed=bool(told.get("pressed")),
+        memory_pressure=bool(told.get("memory_pressure")),
         seconds_ago=pressure.get("seconds_ago"),
         sent_per_s=sent / grown.seconds,
         sent_share=ratio(sent, all_sent),

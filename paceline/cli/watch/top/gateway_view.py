@@ -23,18 +23,18 @@ _SHARE_BAR: Final = 6
 _BUDGET_BAR: Final = 20
 _STATES: Final[Mapping[str, str]] = {
     "ready": "green",
-    "full": "yellow",
-    "pressed": "yellow",
+    "at_capacity": "yellow",
+    "memory_pressure": "yellow",
     "starting": "cyan",
     "slow": "yellow",
     "half-open": "yellow",
-    "paused": "yellow",
+    "cooling_down": "yellow",
     "failing": "bold red",
-    "silent": "bold red",
+    "unreachable": "bold red",
     "draining": "dim",
 }
 # states whose reason is shown
-_TOLD: Final = frozenset({"failing", "silent", "paused", "draining", "half-open"})
+_TOLD: Final = frozenset({"failing", "unreachable", "cooling_down", "draining", "half-open"})
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
@@ -52,7 +52,8 @@ def render_gateway(frame: GatewayFrame, url: str, problem: str = "") -> Renderab
 
 def _head(frame: GatewayFrame, url: str, problem: str) -> RenderableType:
     able = sum(
-        row.state not in ("failing", "silent", "paused", "draining") for row in frame.engines
+        row.state not in ("failing", "unreachable", "cooling_down", "draining")
+        for row in frame.engines
     )
     all_of_them = len(frame.engines)
     line = Text.assemble(
@@ -98,10 +99,11 @@ def _requests(frame: GatewayFrame) -> RenderableType:
 
 def _engines(engines: Sequence[EngineRow]) -> RenderableType:
     table = headed_table((0, 1, 0, 0))
-    table.add_column("engine", width=12, no_wrap=True, overflow="ellipsis")
-    for name, width in (("state", 9), ("here", 4), ("run", 4), ("wait", 4), ("KV", 4)):
-        right = name != "state"
-        table.add_column(name, width=width, justify="right" if right else "left", no_wrap=True)
+    table.add_column("engine", width=10, no_wrap=True, overflow="ellipsis")
+    # states of two words take two lines
+    table.add_column("state", width=11)
+    for name, width in (("here", 4), ("run", 4), ("wait", 4), ("KV", 4)):
+        table.add_column(name, width=width, justify="right", no_wrap=True)
     table.add_column("sent/s", width=6, justify="right", no_wrap=True)
     table.add_column("share", width=_SHARE_BAR + 5, justify="left", no_wrap=True)
     table.add_column("TTFT\nguess", width=6, justify="right", no_wrap=True)
@@ -114,7 +116,7 @@ def _engines(engines: Sequence[EngineRow]) -> RenderableType:
         )
         table.add_row(
             row.name,
-            Text(row.state, _STATES.get(row.state, "")),
+            Text(row.state.replace("_", " "), _STATES.get(row.state, "")),
             str(row.requests),
             _count(row.running),
             Text(_count(row.waiting), "yellow" if row.waiting else ""),
@@ -130,7 +132,9 @@ def _engines(engines: Sequence[EngineRow]) -> RenderableType:
         note = _note(row)
         if note:
             notes.append(f"\n{row.name}", "bold")
-            notes.append(f"  {note}", "red" if row.state in ("failing", "silent") else "yellow")
+            notes.append(
+                f"  {note}", "red" if row.state in ("failing", "unreachable") else "yellow"
+            )
     left = len(engines) - len(shown)
     more = f" ({len(shown)} of {len(engines)})" if left else ""
     body: RenderableType = Group(table, notes[1:]) if notes else table
@@ -153,7 +157,7 @@ def _note(row: EngineRow) -> str:
         parts.append(f"came back, gets {row.share:.0%} of its share")
     elif row.state == "slow":
         parts.append("first tokens take several times as long as usual: it gets a trickle")
-    elif row.trouble and row.state != "full":
+    elif row.trouble and row.state != "at_capacity":
         parts.append(row.trouble)
     parts += [f"{kind} {count}" for kind, count in row.failures.items()]
     if row.resumed:
@@ -193,7 +197,7 @@ def _count(value: int | None) -> str:
 
 
 def _memory(row: EngineRow) -> Text:
-    full = row.pressed or (row.kv is not None and row.kv >= 0.95)
+    full = row.memory_pressure or (row.kv is not None and row.kv >= 0.95)
     return Text(percent(row.kv), "yellow" if full else "")
 
 

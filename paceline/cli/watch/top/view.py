@@ -23,7 +23,7 @@ _COLOURS: Final = ("cyan", "magenta", "blue", "yellow", "red")
 _REASONS: Final[Mapping[str, str]] = {
     "step": "the step under way",
     "budget": "the step's tokens are spent on others",
-    "slots": "all places taken (--max-num-seqs)",
+    "slots": "all slots taken (--max-num-seqs)",
     "memory": "not enough KV blocks",
     "pace": "one more would make running requests late",
     "policy": "the policy holds arrivals back",
