@@ -119,10 +119,10 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "memory-bound region": _swap(predict__memory_bound__Hinge__look=_nothing),
     "exploration of chunks": _swap(predict__chunk___AROUND=_NEVER),
     "short steps of best effort": _set(best_effort_step_s=3600.0),
-    # who yields
-    "yielding of late requests": _set(demote_late=False),
+    # who is demoted
+    "demotion of late requests": _set(demote_late=False),
     "triage": _swap(pacing__feasibility__Feasibility__triage=_nothing),
-    "yielding while running": _swap(pacing__feasibility__Feasibility__settle=_no),
+    "demotion while running": _swap(pacing__feasibility__Feasibility__settle=_no),
     "rejoining": _swap(pacing__limits__PacedStep___let_rejoin=_nothing),
     "newest first among the late": _swap(step__state__WaitingQueues=_late_in_order),
     "TPOT guard": _set(pace_admission=False),

@@ -202,7 +202,7 @@ class Timeline(NamedTuple):
     # tokens restored from host memory instead
     num_swapped_tokens: int
     # the request was demoted because it could no longer meet a target, and not restored since
-    relegated: bool
+    demoted: bool
     # predicted seconds from arrival to first token, made on arrival; None: nothing was known yet
     predicted_ttft: float | None
     # (source, draft tokens verified, draft tokens that were right)

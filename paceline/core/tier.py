@@ -1,6 +1,6 @@
 """Tiers: how much a request loses by waiting, and the only moves that change it.
 
-*Demote*: the request can no longer meet a target, so it yields to requests that can meet theirs.
+*Demote*: the request can no longer meet a target, so requests that can meet theirs go first.
 *Rejoin*: no request that can meet its target gains by that any more: the request is ordinary again,
 without the target that it missed. It asked for more than others did, and gets no less.
 *Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.

@@ -89,7 +89,7 @@ def encode(frame: Frame) -> bytes:
                 lane.number,
                 lane.lane,
                 lane.state,
-                lane.relegated,
+                lane.demoted,
                 lane.computed,
                 lane.preemptions,
                 lane.waited,
@@ -156,7 +156,7 @@ def encode_end(
     number: int,
     when: float,
     reason: int,
-    relegated: bool,
+    demoted: bool,
     waits: Sequence[float],
     chunks: int,
     preemptions: int,
@@ -177,7 +177,7 @@ def encode_end(
         number,
         when,
         reason,
-        relegated,
+        demoted,
         chunks if chunks < _MOST_U32 else _MOST_U32,
         preemptions if preemptions < _MOST_U32 else _MOST_U32,
         recomputed if recomputed < _MOST_U32 else _MOST_U32,
@@ -336,8 +336,8 @@ def _announce(data: bytes) -> Frame:
 
 def _end(data: bytes) -> Frame:
     told = _END.unpack_from(data)
-    number, when, reason, relegated = told[4:8]
-    return End(number, when, reason, bool(relegated), told[17:], *told[8:17])
+    number, when, reason, demoted = told[4:8]
+    return End(number, when, reason, bool(demoted), told[17:], *told[8:17])
 
 
 def _keyframe(data: bytes) -> Frame:
@@ -347,8 +347,8 @@ def _keyframe(data: bytes) -> Frame:
     if len(data) < end:
         raise ValueError("fewer lanes than were said")
     lanes = [
-        LaneState(number, lane, state, bool(relegated), *rest)
-        for number, lane, state, relegated, *rest in _LANE.iter_unpack(data[at:end])
+        LaneState(number, lane, state, bool(demoted), *rest)
+        for number, lane, state, demoted, *rest in _LANE.iter_unpack(data[at:end])
     ]
     return Keyframe(step, now, bool(reset), tuple(lanes))
 

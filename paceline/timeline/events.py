@@ -87,7 +87,7 @@ class Kind(enum.IntEnum):
     PREEMPT = 8
     SWAP = 9
     # its targets were given up, or are aimed at again
-    RELEGATE = 10
+    DEMOTE = 10
     PROMOTE = 11
     # the next event of its lane happened before this plan: a plan without rows preempted it, and
     # such a plan is not written [microseconds]
@@ -145,7 +145,7 @@ class Done(NamedTuple):
     done: float
     # seconds as the backend measured them
     backend: float
-    # RELEGATE, PROMOTE and WRONG only
+    # DEMOTE, PROMOTE and WRONG only
     events: tuple[Event, ...]
 
 
@@ -177,7 +177,7 @@ class End(NamedTuple):
     when: float
     # index into ENDS
     reason: int
-    relegated: bool
+    demoted: bool
     # seconds by reason, in the order of REASONS
     waits: tuple[float, ...]
     chunks: int
@@ -198,7 +198,7 @@ class LaneState(NamedTuple):
     number: int
     lane: int
     state: int
-    relegated: bool
+    demoted: bool
     # tokens whose keys and values are cached
     computed: int
     preemptions: int

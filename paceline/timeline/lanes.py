@@ -22,14 +22,14 @@ _PREEMPTED, _SWAPPED = State.PREEMPTED, State.SWAPPED
 # plain numbers, which are packed faster
 _ADMIT, _HELD, _NARROW, _SKIP = map(int, (Kind.ADMIT, Kind.HELD, Kind.NARROW, Kind.SKIP))
 _PREEMPT, _SWAP, _EARLIER = map(int, (Kind.PREEMPT, Kind.SWAP, Kind.EARLIER))
-_RELEGATE, _PROMOTE = int(Kind.RELEGATE), int(Kind.PROMOTE)
+_DEMOTE, _PROMOTE = int(Kind.DEMOTE), int(Kind.PROMOTE)
 _MOST_U32: Final = 0xFFFFFFFF
 
 
 class Entry:
     """A request that has not ended."""
 
-    __slots__ = ("lane", "mode", "number", "paused", "relegated", "request", "since")
+    __slots__ = ("demoted", "lane", "mode", "number", "paused", "request", "since")
 
     def __init__(self, number: int, request: Request) -> None:
         self.number = number
@@ -39,7 +39,7 @@ class Entry:
         self.mode = _DECODE
         # PREEMPTED or SWAPPED while it waits again; WAIT: it never ran
         self.paused = _WAIT
-        self.relegated = False
+        self.demoted = False
         # time of its admission or preemption
         self.since = 0.0
 
@@ -49,7 +49,7 @@ class Entry:
             self.number,
             self.lane,
             self.paused if self.lane == NO_LANE else self.mode,
-            self.relegated,
+            self.demoted,
             request.num_computed_tokens,
             request.num_preemptions,
             sum(request.history.waits),
@@ -68,7 +68,7 @@ class Lanes:
         # entries last written in a mode other than DECODE, and entries whose targets were given up
         # (in order of that change, so that equal runs write equal bytes)
         self.odd: dict[Entry, None] = {}
-        self.relegated: dict[Entry, None] = {}
+        self.demoted: dict[Entry, None] = {}
 
     def running(self) -> list[Entry]:
         """Return entries in lane order."""
@@ -83,10 +83,10 @@ class Lanes:
         if entry.paused is _WAIT and request.asked.fork_of is not None:
             held = max(0.0, request.history.waiting_since - request.asked.arrival_time)
             events += (lane, _HELD, 0, _microseconds(held))
-        if request.history.demoted != entry.relegated:
+        if request.history.demoted != entry.demoted:
             self.turn_target(entry, events)
-        elif entry.relegated:
-            self.relegated[entry] = None
+        elif entry.demoted:
+            self.demoted[entry] = None
 
     def preempt(self, entry: Entry, now: float, events: list[int]) -> None:
         """Take the lane of a preempted request."""
@@ -112,20 +112,20 @@ class Lanes:
         entry.lane = NO_LANE
         self.num_running -= 1
         self.odd.pop(entry, None)
-        self.relegated.pop(entry, None)
+        self.demoted.pop(entry, None)
 
     def turn_target(self, entry: Entry, events: list[int]) -> None:
         """Write the change of a running request's targets."""
-        entry.relegated = entry.request.history.demoted
-        if entry.relegated:
-            self.relegated[entry] = None
+        entry.demoted = entry.request.history.demoted
+        if entry.demoted:
+            self.demoted[entry] = None
         else:
-            self.relegated.pop(entry, None)
-        events += (entry.lane, _RELEGATE if entry.relegated else _PROMOTE, 0, 0)
+            self.demoted.pop(entry, None)
+        events += (entry.lane, _DEMOTE if entry.demoted else _PROMOTE, 0, 0)
 
     def restored(self, events: list[int]) -> None:
         """Write the entries whose targets are aimed at again."""
-        for entry in tuple(self.relegated):
+        for entry in tuple(self.demoted):
             if not entry.request.history.demoted:
                 self.turn_target(entry, events)
 
@@ -157,8 +157,8 @@ class Lanes:
             elif entry.lane == NO_LANE and runs:
                 self._give(entry)
                 entry.since = request.first_scheduled_time or now
-            entry.relegated = request.history.demoted
-        self.relegated = {entry: None for entry in self.running() if entry.relegated}
+            entry.demoted = request.history.demoted
+        self.demoted = {entry: None for entry in self.running() if entry.demoted}
 
     def _give(self, entry: Entry) -> int:
         if self._free:

@@ -54,7 +54,7 @@ class Seen:
     told: Announce | None = None
     state: State = State.WAIT
     lane: int = NO_LANE
-    relegated: bool = False
+    demoted: bool = False
     # time at which the state began
     since: float = 0.0
     computed: int = 0
@@ -211,8 +211,8 @@ class Model:
             self.lanes[seen.lane], seen.lane = 0, NO_LANE
         elif kind == Kind.WRONG:
             seen.computed = max(0, seen.computed - event.value)
-        elif kind in (Kind.RELEGATE, Kind.PROMOTE):
-            seen.relegated = kind == Kind.RELEGATE
+        elif kind in (Kind.DEMOTE, Kind.PROMOTE):
+            seen.demoted = kind == Kind.DEMOTE
 
     def _take_done(self, frame: Done) -> None:
         self.now = max(self.now, frame.done)
@@ -267,7 +267,7 @@ class Model:
                 seen.state, seen.since = state, lane.since
             else:
                 self._turn(seen, state, lane.since if lane.since > seen.since else frame.now)
-            seen.lane, seen.relegated = lane.lane, lane.relegated
+            seen.lane, seen.demoted = lane.lane, lane.demoted
             seen.computed, seen.preemptions = lane.computed, lane.preemptions
             seen.waited = lane.waited
             if lane.lane != NO_LANE:

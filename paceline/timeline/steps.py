@@ -82,7 +82,7 @@ class Steps:
                 found = starts.get(request.request_id, request.num_computed_tokens - 1)
                 if found:
                     events += (entry.lane, _FOUND, 0, found)
-        if lanes.relegated:
+        if lanes.demoted:
             lanes.restored(events)
         steps, tokens, narrow, _ = self._merged
         if steps:
@@ -153,7 +153,7 @@ class Steps:
             events += (entry.lane, _CHUNK, 0, row[_WIDTH])
             entry.mode = _CHUNKED
             lanes.odd[entry] = None
-            if entry.request.history.demoted != entry.relegated:
+            if entry.request.history.demoted != entry.demoted:
                 lanes.turn_target(entry, events)
         if len(plan.rows) < lanes.num_running:
             lanes.skip({row[_ID] for row in plan.rows}, events)

@@ -172,7 +172,7 @@ class TimelineTap:
                 continue
             if update.finish_reason is not None:
                 ended.append(entry)
-            elif entry.lane != NO_LANE and entry.request.history.demoted != entry.relegated:
+            elif entry.lane != NO_LANE and entry.request.history.demoted != entry.demoted:
                 self._lanes.turn_target(entry, events)
         self._buffer += self._steps.stepped(plan, done, seconds, events)
         for entry in ended:

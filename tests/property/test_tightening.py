@@ -112,8 +112,10 @@ def test_a_tighter_target_is_served_no_later_beside_those_that_asked_for_nothing
     ("seeds", "most"), [(range(4), 2), pytest.param(range(20), 5, marks=pytest.mark.thorough)]
 )
 @pytest.mark.parametrize("policy", ["deadline", "priority"])
-def test_beside_targets_it_yields_in_vain_but_seldom(policy: str, seeds: range, most: int) -> None:
-    """A prediction says to which others it has to yield: some would have been on time anyway."""
+def test_beside_targets_it_is_demoted_in_vain_but_seldom(
+    policy: str, seeds: range, most: int
+) -> None:
+    """A prediction says for whom it has to be demoted: some would have been on time anyway."""
     num_later = num_in_vain = 0
     for seed in seeds:
         results = [served(seed, policy, ttft, 0.4) for ttft in TARGETS]
@@ -129,7 +131,7 @@ def test_beside_targets_it_yields_in_vain_but_seldom(policy: str, seeds: range, 
 def test_what_is_tighter_than_the_default_is_served_no_later_than_that(
     seeds: Sequence[int],
 ) -> None:
-    """None yields before the default's time is over: a target below it is order alone."""
+    """None is demoted before the default's time is over: a target below it is order alone."""
     for seed in seeds:
         waits = [served(seed, "deadline", ttft, 0.0, 1.0)[0] for ttft in (None, 1.0, 0.3, 0.05)]
         for before, after in pairwise(waits):

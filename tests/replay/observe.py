@@ -350,9 +350,10 @@ def _swap(swap: Any) -> str:
 
 def _timeline(timeline: Any) -> str:
     waited = " ".join(f"{reason}={seconds!r}" for reason, seconds in timeline.waited)
+    demoted = _one_of(timeline, "demoted", "relegated")
     return (
         f"waited [{waited}] chunks {timeline.num_chunks} preempted {timeline.num_preemptions} "
         f"recomputed {timeline.num_recomputed_tokens} swapped {timeline.num_swapped_tokens} "
-        f"relegated {timeline.relegated} predicted {timeline.predicted_ttft!r}"
+        f"relegated {demoted} predicted {timeline.predicted_ttft!r}"
         + "".join(f" guessed {source} {right}/{n}" for source, n, right in timeline.drafts)
     )

@@ -143,7 +143,7 @@ async def test_an_explanation_says_why_it_waited(busy: httpx.AsyncClient) -> Non
     assert timeline["queued_ms"] == pytest.approx(sum(timeline["waited_ms"].values()), abs=0.1)
     assert timeline["ttft_ms"] > timeline["queued_ms"]
     assert timeline["preemptions"] == timeline["recomputed_tokens"] == 0
-    assert not timeline["relegated"]
+    assert not timeline["demoted"]
     assert (
         metric(await scrape(busy), "paceline:request_waited_seconds_total", reason="slots") > 0.01
     )

@@ -189,7 +189,7 @@ TIMELINE = Timeline(
     num_preemptions=3,
     num_recomputed_tokens=4,
     num_swapped_tokens=5,
-    relegated=True,
+    demoted=True,
     predicted_ttft=0.75,
     drafts=(("ngram", 7, 6),),
 )
@@ -272,7 +272,7 @@ def test_every_field_of_a_timeline_is_told() -> None:
         preemptions=3,
         recomputed_tokens=4,
         swapped_tokens=5,
-        relegated=True,
+        demoted=True,
         predicted_ttft_ms=750.0,
         ttft_ms=1000.0,
         longest_gap_ms=250.0,
@@ -281,12 +281,10 @@ def test_every_field_of_a_timeline_is_told() -> None:
     )
 
 
-@pytest.mark.parametrize(("relegated", "said"), [(False, {}), (True, {"demoted": True})])
-def test_an_answer_says_that_its_request_was_demoted(
-    relegated: bool, said: dict[str, bool]
-) -> None:
+@pytest.mark.parametrize(("demoted", "said"), [(False, {}), (True, {"demoted": True})])
+def test_an_answer_says_that_its_request_was_demoted(demoted: bool, said: dict[str, bool]) -> None:
     count = UsageCount(1)
-    for timeline in (TIMELINE._replace(relegated=relegated), None):
+    for timeline in (TIMELINE._replace(demoted=demoted), None):
         delta = ChoiceDelta(index=0, text="", token_ids=(1,), timeline=timeline)
         count.update(
             0,

@@ -124,7 +124,7 @@ RUN = a_run()
 
 def test_what_is_not_known_is_passed_over() -> None:
     strange = HEADER.pack(200, 3, 0, 5) + b"later"
-    done = Done(7, 1.5, 0.25, (Event(3, Kind.RELEGATE, 0),))
+    done = Done(7, 1.5, 0.25, (Event(3, Kind.DEMOTE, 0),))
     decoder = Decoder()
     assert decoder.feed(strange + encode(done) + strange) == [done]
     assert decoder.num_unknown == 2

@@ -100,8 +100,8 @@ def test_demotion_is_told(depth: int) -> None:
     for request in requests:
         watched.check_story(request)
         ended = watched.ended[request.request_id].ended
-        assert ended is not None and ended.relegated == request.history.demoted
-    assert any(seen.relegated for seen in watched.ended.values())
+        assert ended is not None and ended.demoted == request.history.demoted
+    assert any(seen.demoted for seen in watched.ended.values())
 
 
 def by_chance(policy: str, seed: int, depth: int) -> Watched:
@@ -181,7 +181,7 @@ def test_all_of_it_happens() -> None:
         told |= {e.kind for f in watched.frames if isinstance(f, Done) for e in f.events}
         ends |= {seen.end for seen in watched.ended.values()}
         states |= {span.state for seen in watched.ended.values() for span in seen.spans}
-    assert {Kind.PREEMPT, Kind.SWAP, Kind.FOUND, Kind.SKIP, Kind.RELEGATE} <= told
+    assert {Kind.PREEMPT, Kind.SWAP, Kind.FOUND, Kind.SKIP, Kind.DEMOTE} <= told
     assert {"length", "abort", "expired"} <= ends
     assert {State.HELD, State.PREEMPTED, State.SWAPPED} <= states
 

@@ -136,7 +136,7 @@ class Watched:
                 wide = row.num_tokens > 1 and named(seen) not in drafted
                 assert seen.state is (State.CHUNK if wide else State.DECODE)
             if request.timeline_sent:
-                assert seen.relegated == request.history.demoted
+                assert seen.demoted == request.history.demoted
         for seen in model.waiting():
             request = known[named(seen)]
             assert seen.lane == NO_LANE and request.status is RequestStatus.WAITING

@@ -75,7 +75,7 @@ test("an error finds its field", () => {
 test("a story adds up what a request waited for, and judges its target", () => {
   const told = {
     queued_ms: 212.4, waited_ms: { step: 18.1, slots: 194.3 }, chunks: 2, preemptions: 1, recomputed_tokens: 640, swapped_tokens: 0,
-    relegated: false, predicted_ttft_ms: 240.1, ttft_ms: 251.7, tokens_per_second: 38.2,
+    demoted: false, predicted_ttft_ms: 240.1, ttft_ms: 251.7, tokens_per_second: 38.2,
   };
   const usage = { prompt_tokens: 812, prompt_tokens_details: { cached_tokens: 16 } };
   assert.equal(story(told, usage, 500).join(" "),

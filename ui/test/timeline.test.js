@@ -117,7 +117,7 @@ test("a history forgets the oldest and finds steps by their time", () => {
 });
 
 test("an engine that goes on is known by the keyframe that follows, and one that begins by itself", () => {
-  const lane = { number: 3, lane: 0, state: 3, relegated: false, computed: 9, preemptions: 0, waited: 0, since: 1 };
+  const lane = { number: 3, lane: 0, state: 3, demoted: false, computed: 9, preemptions: 0, waited: 0, since: 1 };
   for (const [told, doubts] of /** @type {[any, boolean][]} */ ([[{ goes_on: true }, false], [{}, true]])) {
     const model = new Model();
     model.take({ frame: "start", told });

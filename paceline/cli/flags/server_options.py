@@ -185,8 +185,9 @@ def add_server_options(parser: Parser) -> None:
         default=[],
         metavar="NAME=TARGETS",
         help="what a class of requests needs, such as interactive=ttft:500,tpot:50, in "
-        "milliseconds; targets are ttft, tpot, itl, deadline and queue_ttl, best-effort yields to "
-        "all others; may be given several times, and redefines interactive, standard and batch",
+        "milliseconds; targets are ttft, tpot, itl, deadline and queue_ttl, "
+        "best-effort lets all others go first; may be given several times, and redefines "
+        "interactive, standard and batch",
     )
     group.add_argument(
         "--price-per-hour",

@@ -1,13 +1,13 @@
-"""Requests that cannot have their first token in time, and yield to others for that.
+"""Requests that cannot have their first token in time, and are demoted for others.
 
 Two ways to find them: a request whose prompt alone takes longer than the time left is late in any
 case; and of the waiting ones, ``triage`` leaves out the fewest so that the others are on time. Best
 effort that cannot meet its deadline is found by ``deadlines``.
 
-A late request yields only to requests whose targets it endangers: it is demoted while there are
-any, and if it still waits once there are none, it rejoins the ordinary requests at its old
-position. So a caller with targets never gets less than callers without. Boosted requests are not
-demoted, or a light tenant's late request would wait for all of another tenant's flood.
+A late request is demoted only for requests whose targets it endangers, as long as there are any.
+If it still waits once there are none, it rejoins the ordinary requests at its old position. So a
+caller with targets never gets less than callers without. Boosted requests are not demoted, or a
+light tenant's late request would wait for all of another tenant's flood.
 
 This module does not know what else fills a step.
 """
@@ -83,10 +83,10 @@ class Feasibility:
     def endangers(
         self, late: Request, now: float, others: Others, passed: Sequence[Request] = ()
     ) -> bool:
-        """Whether a late request must yield: to one that can meet its target and waits or has a
-        prompt to compute, or to best effort with a deadline. Requests without targets would gain
+        """Whether a late request must be demoted: for one that can meet its target and waits or has
+        a prompt to compute, or for best effort with a deadline. Requests without targets would gain
         nothing that they asked for, and streams keep their pace whatever else runs. If all others
-        have targets, it yields to late ones among them and to requests to come as well.
+        have targets, it is demoted for late ones among them and for requests to come as well.
 
         Args:
             passed: waiting requests that were taken from the queue in this step.
@@ -167,11 +167,11 @@ class Feasibility:
                 [request.asked.arrival_time + request.late_after for request in judged],
                 targets.group,
             )
-            for loser in self._that_yield(losers, first, view, starts):
+            for loser in self._to_demote(losers, first, view, starts):
                 waiting.move(loser, self.demote)
         self._triaged_at = targets.num_changes
 
-    def _that_yield(
+    def _to_demote(
         self, late: list[Request], first: list[Request], view: RunningView, now: float
     ) -> list[Request]:
         """Return the late requests that a triage of ``first`` found and others gain by."""
@@ -180,7 +180,7 @@ class Feasibility:
             if not self.endangers(first[0], now, others):
                 return []
             if len(late) == len(self._state.waiting.ordinary) and not others.num:
-                # no request can be on time, so the first need not yield
+                # no request can be on time, so the first need not be demoted
                 late = [request for request in late if request is not first[0]]
         return [request for request in late if not request.boosted]
 

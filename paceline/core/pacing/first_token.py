@@ -46,7 +46,7 @@ _FEW: Final = 8
 _ROOM: Final = 0.25
 # most waiting requests that are checked for whether they will be late
 _MAX_JUDGED: Final = 256
-# factor on the time after which a request is late: one below may still be on time, and not yield
+# factor on the time after which a request is late: one below may still be on time, not demoted
 _DOUBT: Final = 1.1
 # most rounds of adding requests that arrive during the wait, and a round's least factor of growth
 _ROUNDS: Final = 32
@@ -105,14 +105,14 @@ class FirstTokenForecast:
 
     def note(self, request: Request, longest: float) -> float | None:
         """Store a newcomer's forecast in it, and return the predicted seconds. For a late one that
-        takes at most ``longest``, late requests before it are assumed to yield."""
+        takes at most ``longest``, late requests before it are assumed to be demoted."""
         history, arrival = request.history, request.asked.arrival_time
         rest = self._state.steps.starts(arrival) - arrival
         forecast = self._forecast(request, rest)
         seconds = self._seconds(forecast)
         is_late = forecast is not None and forecast.kind.late
         if is_late and seconds is not None and seconds <= longest < math.inf:
-            forecast = self._forecast(request, rest, others_yield=True)
+            forecast = self._forecast(request, rest, others_demoted=True)
             seconds = self._seconds(forecast)
         history.forecast, history.predicted_ttft = forecast, seconds
         return seconds
@@ -151,10 +151,10 @@ class FirstTokenForecast:
         return came / said
 
     def _forecast(
-        self, request: Request, rest: float = 0.0, *, others_yield: bool = False
+        self, request: Request, rest: float = 0.0, *, others_demoted: bool = False
     ) -> Forecast | None:
         """Return the forecast, with ``rest`` seconds left of the running step; None before anything
-        was measured. ``others_yield``: late requests before it are assumed to yield."""
+        was measured. ``others_demoted``: late requests before it are assumed to be demoted."""
         state, last = self._state, self._state.last
         for known, actual, demoted in last.first_tokens:
             # the outcome of a request that was demoted against its forecast says nothing of others
@@ -186,8 +186,8 @@ class FirstTokenForecast:
             # requests before it come first, and then ordinary work to come leaves only a part
             seconds = alone = alone + prompt + self._outside(request, prompt)
             return Forecast(kind._replace(late=late), seconds, alone, 0.0, 0.0)
-        if late and self._yields(request):
-            if others_yield:
+        if late and self._will_demote(request):
+            if others_demoted:
                 seconds = alone = self._without_late(request) + prompt
             late = seconds > _DOUBT * request.late_after
             if late:
@@ -197,8 +197,8 @@ class FirstTokenForecast:
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
         return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
 
-    def _yields(self, late: Request) -> bool:
-        """Whether a request that will be late yields to other waiting requests."""
+    def _will_demote(self, late: Request) -> bool:
+        """Whether a request that will be late is demoted for other waiting requests."""
         return bool(self._state.config.demote_late and self._targets.dues and not late.boosted)
 
     def seconds_each(self, request: Request) -> float:
@@ -211,7 +211,7 @@ class FirstTokenForecast:
         return alone / max(_ROOM, self._share.left_over(request, request.asked.arrival_time))
 
     def _without_late(self, request: Request) -> float:
-        """Return the seconds until it has a slot if all before it that will be late yield."""
+        """Return the seconds until it has a slot if all before it that will be late are demoted."""
         num, tokens = self._num_ahead(request)
         now, dues = request.asked.arrival_time, self._targets.dues[:_MAX_JUDGED]
         served, each = 0, tokens / max(1, num)

@@ -50,7 +50,7 @@ class PacedStep(Step):
     guard: TpotGuard | None
     # predicted seconds by which best effort may lengthen the rows of others
     added_seconds: float
-    # the ordinary requests in the step that a late one may have to yield to
+    # the ordinary requests in the step that a late one may be demoted for
     others: Others
     # the request for which others were preempted
     displaced_for: Request | None

@@ -2,8 +2,8 @@
 
 At the start of each step, in this order:
 
-1. *Settle the tiers of running requests*: requests that cannot be on time yield (``feasibility``),
-   best-effort requests with deadlines are demoted or restored (``deadlines``).
+1. *Settle the tiers of running requests*: requests that cannot be on time are demoted
+   (``feasibility``), best-effort requests with deadlines are demoted or restored (``deadlines``).
 2. *Budget*: how many tokens and seconds the step may take (``budget``, the memory-pressure
    valve).
 3. *Settle the tiers of waiting requests*: triage.
@@ -147,7 +147,7 @@ class Paced:
         state, feasibility = self._state, self.feasibility
         head = state.waiting.first(pressing=self._deadlines.pressing)
         if head is None or (head.best_effort and state.valve.level >= Pressure.HOLD_BEST_EFFORT):
-            # the head would not be admitted, however many requests made way
+            # the head would not be admitted, however many requests it displaced
             return None, 0
         late = feasibility.is_late(head, now)
         if (late and feasibility.endangers(head, now, others)) or (

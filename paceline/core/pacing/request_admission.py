@@ -95,7 +95,7 @@ class RequestAdmission:
         """
         state, asked = self._state, request.asked
         check_admissible(request, live, state.config, state.cache)
-        # a request with its own target yields no sooner than it would without one
+        # a request with its own target is demoted no sooner than it would without one
         least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
         request.set_targets(state.policy.assumed(request), least_ttft)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):

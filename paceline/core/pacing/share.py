@@ -35,8 +35,8 @@ from paceline.core.tier import Tier
 
 __all__ = ["GuaranteedShare"]
 
-# most seconds of earning that can be saved up, and the debt after which a request yields its slot;
-# if it would have to be computed again, it yields later, at the second at the latest
+# most seconds of earning that can be saved up, and the debt after which a request gives up its
+# slot; if it would have to be computed again, it does so later, at the second at the latest
 _SAVED: Final = 1.0
 _OWED: Final = 5.0
 # most debt, as seconds of earning; more is forgiven, so that the next request does not wait longer

@@ -81,7 +81,7 @@ class FcfsPolicy:
         ordinary = Tier.ORDINARY
         if running.tier is ordinary or waiting.tier is not ordinary or running.granted:
             return False
-        # a late request yields to requests whose targets it endangers
+        # a late request is demoted for requests whose targets it endangers
         return waiting.targets.ttft is not None or running.asked.slo.best_effort
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:

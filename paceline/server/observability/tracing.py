@@ -201,7 +201,7 @@ class RequestTrace:
                 times.first_token - times.arrival, 6
             )
         if timeline is not None:
-            found["paceline.relegated"] = timeline.relegated
+            found["paceline.demoted"] = timeline.demoted
             if timeline.predicted_ttft is not None:
                 found["paceline.predicted_ttft"] = round(timeline.predicted_ttft, 6)
         return found

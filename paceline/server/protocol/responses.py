@@ -75,7 +75,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     recomputed_tokens: int
     swapped_tokens: int
-    relegated: bool
+    demoted: bool
     predicted_ttft_ms: float | None
     ttft_ms: float | None
     # the longest pause between two tokens; None for a single delivery
@@ -102,7 +102,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             preemptions=timeline.num_preemptions,
             recomputed_tokens=timeline.num_recomputed_tokens,
             swapped_tokens=timeline.num_swapped_tokens,
-            relegated=timeline.relegated,
+            demoted=timeline.demoted,
             predicted_ttft_ms=None if predicted is None else round(1e3 * predicted, 3),
             ttft_ms=None if ttft is None else round(1e3 * ttft, 3),
             longest_gap_ms=None if longest_gap is None else round(1e3 * longest_gap, 3),
@@ -184,7 +184,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     # an explanation of each choice, if ``explain`` was requested
     timeline: list[Explanation] | UnsetType = UNSET
-    # the request missed a target and yielded to others; set only then
+    # the request missed a target and was demoted; set only then
     demoted: bool | UnsetType = UNSET
 
     @classmethod

@@ -19,7 +19,7 @@ from tests.driving import Driver, ask, make_request
 def demoted(machine: Driver, request_id: str) -> bool:
     timeline = machine.finished[request_id].timeline
     assert timeline is not None
-    return timeline.relegated
+    return timeline.demoted
 
 
 def test_bands() -> None:

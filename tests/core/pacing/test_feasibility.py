@@ -29,7 +29,7 @@ def machine_that_knows_it(**config: object) -> Machine:
 def demoted(machine: Machine, request_id: str) -> bool:
     timeline = machine.finished[request_id].timeline
     assert timeline is not None
-    return timeline.relegated
+    return timeline.demoted
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "deadline", "priority"])

@@ -303,7 +303,7 @@ def test_a_request_that_cannot_be_on_time_lets_the_others_pass() -> None:
     first = {i: driver.finished[i].first_scheduled_time for i in ("hopeless", "fine")}
     assert first["fine"] < first["hopeless"]
     timeline = driver.finished["hopeless"].timeline
-    assert timeline is not None and timeline.relegated
+    assert timeline is not None and timeline.demoted
     assert driver.scheduler.stats().num_demoted == 1
 
 

@@ -69,7 +69,7 @@ def test_a_burst_costs_its_largest_and_not_everybody() -> None:
         driver.add(make_request(f"r{index}", prompt, 2, arrival=driver.now, slo=Slo(ttft=20.0)))
     driver.run()
     timelines = [driver.finished[f"r{i}"].timeline for i in range(len(sizes))]
-    demoted = [i for i, timeline in enumerate(timelines) if timeline and timeline.relegated]
+    demoted = [i for i, timeline in enumerate(timelines) if timeline and timeline.demoted]
     assert demoted, "not all could be on time"
     assert all(sizes[index] == 60 for index in demoted)
     assert len(driver.finished) == 20 + len(sizes), "left out is not lost"

@@ -138,7 +138,7 @@ def test_deadline_runs_the_least_slack_first() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_best_effort_yields_its_place_and_its_slot_but_does_not_starve(policy: str) -> None:
+def test_best_effort_gives_up_its_place_and_its_slot_but_does_not_starve(policy: str) -> None:
     machine = Machine(max_num_seqs=1, policy=policy, num_blocks=128, coalesce_window_s=0.0)
     batch = make_request("batch", 4, 30, arrival=machine.now, slo=Slo(best_effort=True), tenant="b")
     machine.add(batch)

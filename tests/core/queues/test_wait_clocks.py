@@ -97,7 +97,7 @@ def test_the_timeline_counts_chunks_and_what_was_done_twice() -> None:
     assert timeline is not None
     assert timeline.num_chunks == 3
     assert timeline.num_preemptions == timeline.num_recomputed_tokens == 0
-    assert timeline.predicted_ttft is None and not timeline.relegated
+    assert timeline.predicted_ttft is None and not timeline.demoted
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -128,6 +128,6 @@ def test_who_is_demoted_while_it_streams_is_told_with_the_next_token(depth: int)
     while not request.history.demoted:
         machine.step()
     machine.step()
-    assert [timeline.relegated for timeline in machine.told["batch"]] == [False, True]
+    assert [timeline.demoted for timeline in machine.told["batch"]] == [False, True]
     machine.until_done()
     assert machine.finished["batch"].timeline == machine.told["batch"][-1]

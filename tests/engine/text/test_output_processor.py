@@ -52,7 +52,7 @@ def update(
 
 
 def timeline(num_chunks: int) -> Timeline:
-    return Timeline((), num_chunks, 0, 0, 0, relegated=False, predicted_ttft=None)
+    return Timeline((), num_chunks, 0, 0, 0, demoted=False, predicted_ttft=None)
 
 
 def processor(*requests: GenerationRequest) -> OutputProcessor:

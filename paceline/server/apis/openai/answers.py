@@ -171,9 +171,7 @@ class UsageCount:
             output.num_cached_tokens,
         )
         self._times = output.times
-        self._demoted |= any(
-            d.timeline is not None and d.timeline.relegated for d in output.choices
-        )
+        self._demoted |= any(d.timeline is not None and d.timeline.demoted for d in output.choices)
         if self._predicted is not None:
             for delta in output.choices:
                 if delta.timeline is not None:

@@ -46,7 +46,7 @@ export function story(told, usage, target) {
   if (told.preemptions) {
     found.push(`Preempted ${told.preemptions === 1 ? "once" : `${told.preemptions} times`}: ${told.recomputed_tokens} tokens computed again, ${told.swapped_tokens} swapped.`);
   }
-  if (told.relegated) found.push("Demoted: its targets could not be met.");
+  if (told.demoted) found.push("Demoted: its targets could not be met.");
   if (told.ttft_ms !== null) {
     const predicted = told.predicted_ttft_ms === null ? "" : `, predicted ${duration(told.predicted_ttft_ms)}`;
     const met = target === null ? "" : `, target ${duration(target)}: ${told.ttft_ms <= target ? "met" : "missed"}`;

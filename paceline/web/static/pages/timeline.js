@@ -339,7 +339,7 @@ function Story() {
   const late = missed(seen);
   return h("section", { class: "story-panel", "aria-labelledby": "story" },
     h("h2", { id: "story", tabIndex: -1 }, nameOf(seen)),
-    h("p", { class: "chips" }, h("span", { class: "chip" }, stateOf(seen)), late !== null && h("span", { class: late ? "chip bad" : "chip" }, late ? "first token: missed" : "first token: met"), seen.relegated && h("span", { class: "chip bad" }, "demoted")),
+    h("p", { class: "chips" }, h("span", { class: "chip" }, stateOf(seen)), late !== null && h("span", { class: late ? "chip bad" : "chip" }, late ? "first token: missed" : "first token: met"), seen.demoted && h("span", { class: "chip bad" }, "demoted")),
     h("p", { class: "story" }, sentences(seen, model.now).join(" ")),
     h(Spans, { seen }),
     h("table", null, h("tbody", null, facts.map(([name, value]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, visible(String(value))))))),

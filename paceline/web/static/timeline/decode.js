@@ -8,7 +8,7 @@ const MOST = 16 * 2 ** 20;
 export const TYPES = { hello: 1, start: 2, keyframe: 3, plan: 4, done: 5, announce: 6, end: 7, gauges: 8, gap: 9, notice: 10, door: 11 };
 /** @type {Record<number, string>} */
 const NAMES = Object.fromEntries(Object.entries(TYPES).map(([name, type]) => [type, name]));
-export const KIND = { admit: 1, found: 2, held: 3, chunk: 4, draft: 5, narrow: 6, skip: 7, preempt: 8, swap: 9, relegate: 10, promote: 11, earlier: 12, wrong: 13 };
+export const KIND = { admit: 1, found: 2, held: 3, chunk: 4, draft: 5, narrow: 6, skip: 7, preempt: 8, swap: 9, demote: 10, promote: 11, earlier: 12, wrong: 13 };
 export const STATE = { wait: 0, held: 1, chunk: 2, decode: 3, skipped: 4, preempted: 5, swapped: 6, ended: 7 };
 export const STATES = Object.keys(STATE);
 export const REASONS = ["step", "budget", "slots", "memory", "pace", "policy", "pressure"];
@@ -119,7 +119,7 @@ const READERS = {
     };
   },
   end: (v) => ({
-    frame: "end", number: v.getUint32(8, true), when: v.getFloat64(12, true), reason: v.getUint8(20), relegated: v.getUint8(21) === 1,
+    frame: "end", number: v.getUint32(8, true), when: v.getFloat64(12, true), reason: v.getUint8(20), demoted: v.getUint8(21) === 1,
     chunks: v.getUint32(22, true), preemptions: v.getUint32(26, true), recomputed: v.getUint32(30, true), swapped: v.getUint32(34, true),
     cached: v.getUint32(38, true), output: v.getUint32(42, true),
     scheduled: orNull(v.getFloat64(46, true)), firstToken: orNull(v.getFloat64(54, true)), predicted: orNull(v.getFloat32(62, true)),
@@ -130,7 +130,7 @@ const READERS = {
     const count = v.getUint32(8, true);
     for (let i = 0, at = 28; i < count; i++, at += 28) {
       lanes.push({
-        number: v.getUint32(at, true), lane: v.getUint16(at + 4, true), state: v.getUint8(at + 6), relegated: v.getUint8(at + 7) === 1,
+        number: v.getUint32(at, true), lane: v.getUint16(at + 4, true), state: v.getUint8(at + 6), demoted: v.getUint8(at + 7) === 1,
         computed: v.getUint32(at + 8, true), preemptions: v.getUint32(at + 12, true), waited: v.getFloat32(at + 16, true),
         since: v.getFloat64(at + 20, true),
       });

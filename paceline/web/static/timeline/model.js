@@ -3,7 +3,7 @@ import { KIND, NO_LANE, STATE } from "./decode.js";
 
 /**
  * @typedef {{ state: number, start: number, end: number, lane: number, steps: number, tokens: number }} Span
- * @typedef {{ number: number, told: any, state: number, lane: number, relegated: boolean, since: number, computed: number,
+ * @typedef {{ number: number, told: any, state: number, lane: number, demoted: boolean, since: number, computed: number,
  *   preemptions: number, waited: number, steps: number, tokens: number, spans: Span[], ended: any, lastLane: number,
  *   output: number, young: boolean, firstAt: number }} Seen of the last three: see slack.js
  */
@@ -13,7 +13,7 @@ const MOST_REFUSED = 256;
 
 /** @param {number} number @param {number} since @returns {Seen} */
 const unknown = (number, since) => ({
-  number, told: null, state: STATE.wait, lane: NO_LANE, relegated: false, since, computed: 0, preemptions: 0, waited: 0, steps: 0,
+  number, told: null, state: STATE.wait, lane: NO_LANE, demoted: false, since, computed: 0, preemptions: 0, waited: 0, steps: 0,
   tokens: 0, spans: [], ended: null, lastLane: NO_LANE, output: 0, young: false, firstAt: NaN,
 });
 /** @param {number} state */
@@ -116,7 +116,7 @@ export class Model {
       seen.computed = 0;
       this.lanes[seen.lane] = 0;
       seen.lane = NO_LANE;
-    } else if (kind === KIND.relegate || kind === KIND.promote) seen.relegated = kind === KIND.relegate;
+    } else if (kind === KIND.demote || kind === KIND.promote) seen.demoted = kind === KIND.demote;
   }
 
   /** @param {any} frame */
@@ -179,7 +179,7 @@ export class Model {
         seen.since = lane.since;
       } else this.turn(seen, state, lane.since > seen.since ? lane.since : frame.now);
       seen.lane = lane.lane;
-      seen.relegated = lane.relegated;
+      seen.demoted = lane.demoted;
       seen.computed = lane.computed;
       seen.preemptions = lane.preemptions;
       seen.waited = lane.waited;

@@ -49,7 +49,7 @@ export function sentences(seen, now) {
     const left = Math.max(0, told.prompt - seen.computed);
     found.push(left ? `${seen.computed} of its prompt's ${told.prompt} tokens are computed.` : `Its prompt of ${told.prompt} tokens is computed, and ${Math.max(0, seen.computed - told.prompt)} more.`);
     if (seen.preemptions) found.push(`Preempted ${seen.preemptions === 1 ? "once" : `${seen.preemptions} times`}.`);
-    if (seen.relegated) found.push("Demoted: its targets could not be met.");
+    if (seen.demoted) found.push("Demoted: its targets could not be met.");
     if (told.predicted !== null) found.push(`First token predicted after ${duration(1e3 * told.predicted)}${target === null ? "" : `, target ${duration(target)}`}.`);
     return found;
   }
@@ -59,7 +59,7 @@ export function sentences(seen, now) {
     {
       waited_ms: Object.fromEntries(end.waits.map((/** @type {number} */ s, /** @type {number} */ i) => [REASONS[i], 1e3 * s])),
       queued_ms: 1e3 * waited(seen, now), chunks: end.chunks, preemptions: end.preemptions, recomputed_tokens: end.recomputed,
-      swapped_tokens: end.swapped, relegated: end.relegated, predicted_ttft_ms: end.predicted === null ? null : 1e3 * end.predicted,
+      swapped_tokens: end.swapped, demoted: end.demoted, predicted_ttft_ms: end.predicted === null ? null : 1e3 * end.predicted,
       ttft_ms: ttft, tokens_per_second: end.output > 1 && writing > 0 ? (end.output - 1) / writing : null,
     },
     { prompt_tokens: told.prompt, prompt_tokens_details: { cached_tokens: end.cached } },
