@@ -101,7 +101,7 @@ class SchedulerConfig:
     # refuse a request whose predicted time to first token is above this and above four times its
     # target; None: never. Best effort has no target and is exempt from this and the next
     max_predicted_ttft_s: Annotated[float | None, Range(0, above=True)] = None
-    # drop a request that waited this long without having started; None: never
+    # a request that waited this long without having started expires; None: never
     queue_timeout_s: Annotated[float | None, Range(0, above=True)] = None
     # how a preempted request's cache is restored: "swap" moves it to host memory while there is
     # room, "recompute" drops it, "auto" does what is predicted to take less time
@@ -130,7 +130,7 @@ class SchedulerConfig:
         if wait is not None and timeout is not None and timeout < wait:
             raise ConfigError(
                 f"queue_timeout_s={timeout:g} must be at least max_predicted_ttft_s={wait:g}, or "
-                "requests would be let in that are predicted to be dropped"
+                "requests would be let in that are predicted to expire"
             )
         for tenant, weight in self.tenant_weights.items():
             if not (isfinite(weight) and weight > 0.0):

@@ -225,10 +225,7 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
         help="blocks in the pool; or give --kv-cache-memory; default: sized from free memory",
     )
     group.add_argument(
-        "--kv-cache-memory",
-        type=byte_count,
-        metavar="SIZE",
-        help="such as 2GiB or 512MiB; of this and every other SIZE, a plain number is in GiB",
+        "--kv-cache-memory", type=byte_count, metavar="SIZE", help="such as 512MiB, or 2 for 2GiB"
     )
     group.add_argument(
         "--no-enable-prefix-caching",

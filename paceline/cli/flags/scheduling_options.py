@@ -301,8 +301,8 @@ ADMISSION: Final = (
         metavar="SECONDS",
         zero_is_none=True,
         default=60.0,
-        help="drop a request (429) that waited so long without being started; best effort waits "
-        "longer; 0: never",
+        help="a request that waited this long without being started expires (429); best effort "
+        "waits longer; 0: never",
     ),
     Flag(
         name="--pressure-threshold",

@@ -92,11 +92,8 @@ class SchedulerState:
         self.waiting = WaitingQueues(policy.make_queue, self.kv, newest_first=newest_first)
         self.forks = Forks()
         self.running = RunningList(config, cache, self.kv, self.waiting, self.work)
-        self.steps, self.last = (
-            StepsInFlight(self.step_time, config.schedule_ahead_s),
-            LastPlan(tokens),
-        )
-        self.totals = Totals()
+        self.steps = StepsInFlight(self.step_time, config.schedule_ahead_s)
+        self.last, self.totals = LastPlan(tokens), Totals()
 
     def outlook(self, tier: Tier, running: Sequence[Request], num_freed: int = 0) -> MemoryOutlook:
         """Return the memory forecast for a request of ``tier``, with ``num_freed`` more blocks

@@ -89,11 +89,8 @@ class GatewayMetrics:
             "Share of the engine's KV cache in use, as it last said; NaN: it does not say.",
             "engine",
         )
-        self._memory_pressure = registry.numbers(
-            "gauge",
-            f"{name}engine_memory_pressure",
-            "1 while the engine is short of memory.",
-            "engine",
+        self._pressed = registry.numbers(
+            "gauge", f"{name}engine_memory_pressure", "1 while the engine lacks memory.", "engine"
         )
         self._share = registry.numbers(
             "gauge",
@@ -175,7 +172,7 @@ class GatewayMetrics:
             self._running.at(name).value = len(upstream.running)
             kv = None if pressure is None else pressure.kv
             self._kv.at(name).value = float("nan") if kv is None else kv
-            self._memory_pressure.at(name).value = float(upstream.load.pressed)
+            self._pressed.at(name).value = float(upstream.load.pressed)
             self._share.at(name).value = upstream.share(now)
             self._slow.at(name).value = float(upstream.load.pace.slow_since is not None)
             self._firsts.at(name).value = upstream.load.num_first

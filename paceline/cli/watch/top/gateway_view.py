@@ -100,7 +100,7 @@ def _requests(frame: GatewayFrame) -> RenderableType:
 def _engines(engines: Sequence[EngineRow]) -> RenderableType:
     table = headed_table((0, 1, 0, 0))
     table.add_column("engine", width=10, no_wrap=True, overflow="ellipsis")
-    # states of two words take two lines
+    # states of two words may take two lines
     table.add_column("state", width=11)
     for name, width in (("here", 4), ("run", 4), ("wait", 4), ("KV", 4)):
         table.add_column(name, width=width, justify="right", no_wrap=True)
@@ -132,9 +132,8 @@ def _engines(engines: Sequence[EngineRow]) -> RenderableType:
         note = _note(row)
         if note:
             notes.append(f"\n{row.name}", "bold")
-            notes.append(
-                f"  {note}", "red" if row.state in ("failing", "unreachable") else "yellow"
-            )
+            bad = row.state in ("failing", "unreachable")
+            notes.append(f"  {note}", "red" if bad else "yellow")
     left = len(engines) - len(shown)
     more = f" ({len(shown)} of {len(engines)})" if left else ""
     body: RenderableType = Group(table, notes[1:]) if notes else table

@@ -190,10 +190,7 @@ class EngineMetrics:
             "reason",
         )
         self._refused = new(
-            counter,
-            "paceline:requests_refused",
-            "Requests refused on arrival, or expired in the queue.",
-            "reason",
+            counter, "paceline:requests_refused", "Requests refused or expired.", "reason"
         )
         one(
             counter,

@@ -33,8 +33,7 @@ class FaultCollector(Collector):
         yield self._gauge("engine_up", "1 while an engine is ready.", faults.up)
         yield self._counter(
             "engine_failures",
-            "Engines that ended by themselves (exit), or were ended because a step or the process "
-            "stood still.",
+            "Engines that ended (exit) or were ended because a step or the process stood still.",
             "kind",
             losses,
         )

@@ -34,7 +34,7 @@ class TenantMetrics:
         self.requests = registry.numbers(
             "counter",
             "paceline:tenant_requests",
-            "Requests that ended, refused and expired ones too.",
+            "Requests that ended, refused ones too.",
             "tenant",
         )
         self.goodput = registry.numbers(
@@ -44,10 +44,7 @@ class TenantMetrics:
             "tenant",
         )
         self.refused = registry.numbers(
-            "counter",
-            "paceline:tenant_refused_requests",
-            "Requests refused on arrival, or expired in the queue.",
-            "tenant",
+            "counter", "paceline:tenant_refused_requests", "Requests refused or expired.", "tenant"
         )
         self.prompt_tokens = registry.numbers(
             "counter", "paceline:tenant_prompt_tokens", "Prompt tokens processed.", "tenant"
