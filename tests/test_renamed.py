@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.main import build_parser
+from paceline.core.config import SchedulerConfig
 from paceline.errors import ConfigError
 from paceline.gateway.settings.config import GatewayConfig, parse_config
 from paceline.renamed import RENAMED, is_now
@@ -13,9 +16,8 @@ from paceline.renamed import RENAMED, is_now
 ENGINE = '[[engines]]\nname = "e1"\nurl = "http://127.0.0.1:1"\n'
 FLAGS = [name for name in RENAMED if name.startswith("--")]
 KEYS = [name for name in RENAMED if RENAMED[name] in GatewayConfig.__struct_fields__]
-SETTINGS = [
-    name for name in RENAMED if name.endswith("_s") or name in ("bypass_window", "relegate_late")
-]
+OWN = {field.name for field in fields(SchedulerConfig)}
+SETTINGS = [name for name in RENAMED if RENAMED[name] in OWN and name not in KEYS]
 
 
 def test_every_name_is_of_one_kind() -> None:

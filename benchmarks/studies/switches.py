@@ -103,7 +103,7 @@ def _swap(**replaced: Any) -> Switch:
 SWITCHES: Final[Mapping[str, Switch]] = {
     # order
     "the policy's order": _set(policy="fcfs"),
-    "bypassing": _set(max_skip_ahead=0),
+    "skipping ahead": _set(max_skip_ahead=0),
     "displacement": _swap(step__limits__displace=_zero, pacing__paced__displace=_zero),
     # size of steps
     "adaptive budget": _set(adaptive_token_budget=False, max_num_batched_tokens=512),

@@ -85,10 +85,10 @@ class SchedulerConfig:
     coalesce_size: Annotated[int, Range(1)] = 16
     # share of the engine's time that best-effort work gets while it waits; 0: only what is left
     best_effort_share: Annotated[float, Range(0, 1, below=True)] = 0.05
-    # number of waiting requests behind a head that does not fit that are tried in one step
+    # number of waiting requests behind a head that does not fit that may skip ahead in one step
     max_skip_ahead: Annotated[int, Range(0)] = 8
-    # number of times that a head may be passed before all others wait for it
-    max_bypasses: Annotated[int, Range(0)] = 64
+    # number of times that a head may be skipped before all others wait for it
+    max_skips: Annotated[int, Range(0)] = 64
     # admit a request only if memory is predicted to last; False: if its known tokens fit now
     future_memory_check: bool = True
     # hold requests back while one more would delay every token beyond the tightest TPOT target

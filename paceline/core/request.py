@@ -181,7 +181,7 @@ class Request:
     key: float = 0.0
     order: tuple[float, int] = (0.0, 0)
     # admissions that overtook this request while it headed the queue
-    times_bypassed: int = 0
+    times_skipped: int = 0
     num_preemptions: int = 0
 
     # progress

@@ -155,7 +155,7 @@ def test_settings_reach_the_engine() -> None:
         watermark=0.25,
         priority_ageing_s=9.0,
         max_skip_ahead=2,
-        max_bypasses=5,
+        max_skips=5,
         adaptive_token_budget=False,
         coalesce_window_s=0.7,
         coalesce_size=11,
@@ -168,7 +168,7 @@ def test_settings_reach_the_engine() -> None:
         assert not cache.enable_prefix_caching
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 7)
         assert (scheduler.policy, scheduler.priority_ageing_s) == ("priority", 9.0)
-        assert (scheduler.max_skip_ahead, scheduler.max_bypasses) == (2, 5)
+        assert (scheduler.max_skip_ahead, scheduler.max_skips) == (2, 5)
         assert not scheduler.adaptive_token_budget
         assert (scheduler.coalesce_window_s, scheduler.coalesce_size) == (0.7, 11)
         assert scheduler.best_effort_share == 0.13

@@ -159,7 +159,7 @@ def test_without_prefix_caching_everything_is_recomputed() -> None:
 
 
 def test_a_head_that_does_not_fit_is_passed_a_bounded_number_of_times() -> None:
-    driver = Driver(num_blocks=16, block_size=4, max_bypasses=3, max_num_seqs=8)
+    driver = Driver(num_blocks=16, block_size=4, max_skips=3, max_num_seqs=8)
     driver.add(make_request("runner", range(100, 132), 24))
     driver.step()
     driver.add(make_request("large", range(200, 240), 2))
@@ -174,7 +174,7 @@ def test_a_head_that_does_not_fit_is_passed_a_bounded_number_of_times() -> None:
     driver.run()
 
 
-def test_the_bypass_window_bounds_how_far_behind_the_head_is_looked() -> None:
+def test_max_skip_ahead_bounds_how_far_behind_the_head_is_looked() -> None:
     def admitted_beside(window: int) -> list[str]:
         driver = Driver(num_blocks=16, block_size=4, max_skip_ahead=window, max_num_seqs=8)
         driver.add(make_request("runner", range(100, 132), 24))

@@ -57,7 +57,7 @@ def _flags(rng: random.Random, policy: str) -> dict[str, Any]:
         "max_model_len": 1024,
         "adaptive_token_budget": rng.random() < 0.75,
         "max_skip_ahead": rng.choice((0, 1, 3, 8)),
-        "max_bypasses": rng.choice((0, 1, 3, 64)),
+        "max_skips": rng.choice((0, 1, 3, 64)),
         "future_memory_check": rng.random() < 0.5,
         "pace_admission": rng.random() < 0.75,
         "demote_late": rng.random() < 0.75,

@@ -216,13 +216,13 @@ SCHEDULING: Final = (
         name="--max-skip-ahead",
         field="max_skip_ahead",
         parse=bounded_int(0),
-        help="waiting requests tried behind a head that does not fit; 0: none passes",
+        help="waiting requests behind a head that does not fit that may skip ahead of it; 0: none",
     ),
     Flag(
-        name="--max-bypasses",
-        field="max_bypasses",
+        name="--max-skips",
+        field="max_skips",
         parse=bounded_int(0),
-        help="how often one head may be passed before all wait for it",
+        help="how often one head may be skipped before all wait for it",
     ),
     Flag(
         name="--speculative-config",

@@ -37,7 +37,7 @@ class BatchAdmission:
 
     def admit_waiting(self, step: Step, last: Tier) -> Reason | None:
         """Admit requests up to tier ``last`` until something runs out, and return what."""
-        window, most, tried = self._config.max_skip_ahead, self._config.max_bypasses, 0
+        window, most, tried = self._config.max_skip_ahead, self._config.max_skips, 0
         passed: list[Request] = []
         head: Request | None = None
         outlook: MemoryOutlook | None = None
@@ -58,14 +58,14 @@ class BatchAdmission:
                 self._admit(step, request)
                 if head is None:
                     continue
-                head.times_bypassed += 1
+                head.times_skipped += 1
             else:
                 passed.append(request)
                 if step.stands_aside(request, last):
                     # it may go before earlier tiers, but does not hold them up
                     continue
                 blocked_by, head, tried = blocked_by or obstacle, head or request, tried + 1
-            if tried > window or head.times_bypassed >= most:
+            if tried > window or head.times_skipped >= most:
                 break
         else:
             blocked_by = blocked_by or request
@@ -120,7 +120,7 @@ class BatchAdmission:
         history.num_lost_tokens = 0
         history.num_recomputed_tokens += recomputed
         self._state.totals.num_recomputed_tokens += recomputed
-        request.times_bypassed = 0
+        request.times_skipped = 0
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now
             history.num_found_tokens = request.num_computed_tokens

@@ -35,7 +35,7 @@ def displace(state: SchedulerState, head: Request, now: float, displaces: Displa
     if not losers:
         return 0
     # no other request may take the capacity that was freed for it
-    head.times_bypassed = state.config.max_bypasses
+    head.times_skipped = state.config.max_skips
     for loser in losers:
         state.running.preempt(loser, now)
     return max(1, state.kv.num_lacking(head))

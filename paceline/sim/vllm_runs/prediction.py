@@ -13,7 +13,7 @@ the settings here follow vLLM:
 * A step takes its whole token budget, and the next one is planned as soon as one starts
   (``async_scheduling``: ``pipeline_depth`` 2).
 
-The first of these matters most to a run that is short of memory: with this project's bypassing,
+The first of these matters most to a run that is short of memory: with this project's skipping,
 RTX4090-Llama-3.1-8B is preempted three times as often, and every mean is a fifth too long.
 
 vLLM checks that the whole prompt fits before it admits a request

@@ -12,7 +12,7 @@ from benchmarks.studies.switches import SWITCHES, Switch
 # where it shows soonest
 SHOWS = {
     "the policy's order": "bursts",
-    "bypassing": "little-memory",
+    "skipping ahead": "little-memory",
     "displacement": "little-memory",
     "adaptive budget": "gpu",
     "the knee": "bursts",

@@ -135,7 +135,7 @@ def test_weights_refuse(text: str) -> None:
         (["--priority-ageing", "5"], "priority_ageing_s", 5.0),
         (["--tenant-weights", "gold=3,b=c=0.5"], "tenant_weights", {"gold": 3.0, "b=c": 0.5}),
         (["--max-skip-ahead", "0"], "max_skip_ahead", 0),
-        (["--max-bypasses", "2"], "max_bypasses", 2),
+        (["--max-skips", "2"], "max_skips", 2),
         (["--pipeline-depth", "1"], "pipeline_depth", 1),
         (
             ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],

@@ -107,7 +107,7 @@ SWAPS = ("--step-times", "roofline:L4,Qwen3-0.6B", "--num-blocks", "160", "--swa
     [
         (WORKLOAD, TIGHT, ("--watermark", "0.6")),
         (WORKLOAD, TIGHT, ("--max-skip-ahead", "0")),
-        (WORKLOAD, TIGHT, ("--max-bypasses", "0")),
+        (WORKLOAD, TIGHT, ("--max-skips", "0")),
         (WORKLOAD, TIGHT, ("--no-future-memory-check",)),
         (WORKLOAD, TIGHT, ("--pressure-threshold", "0.3")),
         (LATE, STEEP, ("--no-adaptive-token-budget",)),
