@@ -4,7 +4,7 @@ One call of ``schedule`` hands out at most ``max_num_batched_tokens`` tokens, wi
 catch up: there is no prefill and no decode (``request``). In order:
 
 1. *Limits* (``step.limits``) of the step. Without targets that is a number of tokens; with targets,
-``pacing`` settles which requests yield to which, and how long the step may take.
+``pacing`` settles which requests go first, and how long the step may take.
 2. *Rows* (``step.rows``) for running requests, in the policy's order. Each is sure of one token, so
    a long prompt cannot freeze the others; what is left of the tokens goes to requests that are
    further behind. When the pool is empty, one of those not yet served gives its blocks up.
