@@ -97,7 +97,7 @@ class ForecastKind(NamedTuple):
     tier: Tier
     priority: int
     boosted: bool
-    # the first token is predicted to be late, so that the request yields
+    # the first token is predicted to be late, so that the request is demoted
     late: bool
 
 
@@ -219,7 +219,7 @@ class Request:
     slo: Slo = field(init=False)
     # the targets that the scheduler still tries to meet
     targets: Slo = field(init=False)
-    # seconds after which the first token is late enough for the request to yield
+    # seconds after which the first token is late enough for the request to be demoted
     late_after: float = field(init=False)
     # the tenant had far less than an equal share when the request arrived
     boosted: bool = False
