@@ -1,7 +1,7 @@
 """Names that scripts and files may still have, and what they are called now.
 
-This module does not know where a name stands: whoever reads names asks about those that it does not
-know, and says the answer with the error.
+This module does not know where a name stands: a reader of flags or files asks about names that it
+does not know, and adds the answer to its error.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ async def test_connect_timeout() -> None:
         one.close()
 
 
-async def test_max_rest_wait() -> None:
+async def test_max_cooldown_wait() -> None:
     for most, status in ((0.0, 429), (5.0, 200)):
         async with (
             scripted(refused(503, retry_after="0.3"), WHOLE) as engine,
