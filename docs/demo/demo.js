@@ -3,7 +3,7 @@
 // makes the recording.
 import { h, render, signal } from "./ui/vendor/preact.js";
 import { Timeline } from "./ui/pages/timeline.js";
-import { TYPES } from "./ui/timeline/decode.js";
+import { Decoder, TYPES } from "./ui/timeline/decode.js";
 
 const HEADER = 8;
 /** Where playing is: starting, playing, over; or what is wrong. */
@@ -27,7 +27,7 @@ async function load() {
     const end = at + HEADER + view.getUint32(at + 4, true);
     if (data[at] === TYPES.plan) {
       pieces[pieces.length - 1].to = at;
-      pieces.push({ from: at, to: data.length, at: view.getFloat64(at + HEADER + 4, true) });
+      pieces.push({ from: at, to: data.length, at: new Decoder().feed(data.subarray(at, end))[0].planned });
     } else if (data[at] === TYPES.gauges) gauges = data.subarray(at, end);
     at = end;
   }

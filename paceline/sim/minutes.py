@@ -14,7 +14,6 @@ This module does not know where the frames were kept.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -140,8 +139,8 @@ class _Reader:
                 request_id=told.request_id,
                 arrival=told.arrival,
                 taken=told.added,
-                scheduled=None if end is None else _or_none(end.first_scheduled),
-                first_token=None if end is None else _or_none(end.first_token),
+                scheduled=None if end is None else end.first_scheduled,
+                first_token=None if end is None else end.first_token,
                 last_token=self.model.now if end is None else end.when,
                 prompt_tokens=told.prompt_tokens,
                 output_tokens=so_far if end is None else end.output_tokens,
@@ -151,9 +150,9 @@ class _Reader:
                 slo={
                     "slo_class": told.slo_class,
                     "best_effort": told.best_effort,
-                    "ttft": _target(told.ttft),
-                    "tpot": _target(told.tpot),
-                    "deadline": _target(told.deadline),
+                    "ttft": told.ttft,
+                    "tpot": told.tpot,
+                    "deadline": told.deadline,
                 },
                 tenant=told.tenant,
                 priority=told.priority,
@@ -202,12 +201,3 @@ def _once(requests: Iterable[RecordedRequest]) -> Iterable[RecordedRequest]:
 
 def _is_whole(plan: Plan) -> bool:
     return plan.merged <= 1 and not plan.thin
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _target(value: float) -> float | None:
-    """Round a target, which frames store in 32 bits: 0.03 is slightly less there."""
-    return None if math.isnan(value) else float(f"{value:.6g}")

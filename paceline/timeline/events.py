@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
 
 from paceline.core.queues.wait_clocks import REASONS
 
@@ -43,7 +45,7 @@ __all__ = [
 ]
 
 # version of the frames; a reader refuses another one
-VERSION: Final = 2
+VERSION: Final = 3
 # lane of a request that does not run
 NO_LANE: Final = 0xFFFF
 # ends of requests, by number: the reasons of ``FinishReason``, and an expired time to wait
@@ -110,13 +112,17 @@ class State(enum.IntEnum):
     ENDED = 7
 
 
-class Event(NamedTuple):
-    lane: int
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Lane = Annotated[int, msgspec.Meta(ge=0, le=NO_LANE)]
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    lane: _Lane
     kind: int
-    value: int = 0
+    value: _Count = 0
 
 
-class Plan(NamedTuple):
+class Plan(msgspec.Struct, frozen=True, array_like=True):
     """A step was planned. ``planned`` and other times are seconds of the engine's clock."""
 
     step: int
@@ -140,7 +146,7 @@ class Plan(NamedTuple):
     events: tuple[Event, ...]
 
 
-class Done(NamedTuple):
+class Done(msgspec.Struct, frozen=True, array_like=True):
     step: int
     done: float
     # seconds as the backend measured them
@@ -149,7 +155,7 @@ class Done(NamedTuple):
     events: tuple[Event, ...]
 
 
-class Announce(NamedTuple):
+class Announce(msgspec.Struct, frozen=True, array_like=True):
     number: int
     # number of the request of which it is a further choice; 0: none
     parent: int
@@ -161,22 +167,22 @@ class Announce(NamedTuple):
     best_effort: bool
     # it continues the output of another engine
     resumed: bool
-    # seconds; nan for none
-    ttft: float
-    tpot: float
-    deadline: float
-    predicted_ttft: float
+    # seconds
+    ttft: float | None
+    tpot: float | None
+    deadline: float | None
+    predicted_ttft: float | None
     # from callers: clipped, and to be shown as text only
     request_id: str
     slo_class: str
     tenant: str
 
 
-class End(NamedTuple):
+class End(msgspec.Struct, frozen=True, array_like=True):
     number: int
     when: float
     # index into ENDS
-    reason: int
+    reason: _Count
     demoted: bool
     # seconds by reason, in the order of REASONS
     waits: tuple[float, ...]
@@ -186,18 +192,18 @@ class End(NamedTuple):
     swapped: int
     cached: int
     output_tokens: int
-    # nan if it has not happened
-    first_scheduled: float
-    first_token: float
-    predicted_ttft: float
+    # None if it has not happened
+    first_scheduled: float | None
+    first_token: float | None
+    predicted_ttft: float | None
 
 
-class LaneState(NamedTuple):
+class LaneState(msgspec.Struct, frozen=True, array_like=True):
     """A running or preempted request, in a keyframe."""
 
     number: int
-    lane: int
-    state: int
+    lane: _Lane
+    state: _Count
     demoted: bool
     # tokens whose keys and values are cached
     computed: int
@@ -208,7 +214,7 @@ class LaneState(NamedTuple):
     since: float
 
 
-class Keyframe(NamedTuple):
+class Keyframe(msgspec.Struct, frozen=True, array_like=True):
     # the step that is written next
     step: int
     now: float
@@ -217,7 +223,7 @@ class Keyframe(NamedTuple):
     lanes: tuple[LaneState, ...]
 
 
-class Told(NamedTuple):
+class Told(msgspec.Struct, frozen=True):
     """A frame whose content is JSON: START, HELLO, GAUGES, GAP, NOTICE, DOOR."""
 
     type: FrameType

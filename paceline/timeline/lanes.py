@@ -1,7 +1,6 @@
 """The lanes of running requests, and the state last written of each.
 
-Events are numbers, four for each (lane, kind, 0, value), as ``codec.encode_plan`` takes them. This
-module does not know plans or bytes.
+This module does not know plans or bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from paceline.core.request import Request, RequestStatus
-from paceline.timeline.events import NO_LANE, Kind, LaneState, State
+from paceline.timeline.events import NO_LANE, Event, Kind, LaneState, State
 
 __all__ = ["Entry", "Lanes"]
 
@@ -23,13 +22,12 @@ _PREEMPTED, _SWAPPED = State.PREEMPTED, State.SWAPPED
 _ADMIT, _HELD, _NARROW, _SKIP = map(int, (Kind.ADMIT, Kind.HELD, Kind.NARROW, Kind.SKIP))
 _PREEMPT, _SWAP, _EARLIER = map(int, (Kind.PREEMPT, Kind.SWAP, Kind.EARLIER))
 _DEMOTE, _PROMOTE = int(Kind.DEMOTE), int(Kind.PROMOTE)
-_MOST_U32: Final = 0xFFFFFFFF
 
 
 class Entry:
     """A request that has not ended."""
 
-    __slots__ = ("demoted", "lane", "mode", "number", "paused", "request", "since")
+    __slots__ = ("lane", "mode", "number", "paused", "demoted", "request", "since")
 
     def __init__(self, number: int, request: Request) -> None:
         self.number = number
@@ -74,31 +72,31 @@ class Lanes:
         """Return entries in lane order."""
         return [entry for entry in self._by_lane if entry is not None]
 
-    def admit(self, entry: Entry, now: float, events: list[int]) -> None:
+    def admit(self, entry: Entry, now: float, events: list[Event]) -> None:
         """Give a lane to a request that runs from this plan on."""
         lane = self._give(entry)
         entry.since = now
-        events += (lane, _ADMIT, 0, entry.number)
+        events.append(Event(lane, _ADMIT, entry.number))
         request = entry.request
         if entry.paused is _WAIT and request.asked.fork_of is not None:
             held = max(0.0, request.history.waiting_since - request.asked.arrival_time)
-            events += (lane, _HELD, 0, _microseconds(held))
+            events.append(Event(lane, _HELD, _microseconds(held)))
         if request.history.demoted != entry.demoted:
             self.turn_target(entry, events)
         elif entry.demoted:
             self.demoted[entry] = None
 
-    def preempt(self, entry: Entry, now: float, events: list[int]) -> None:
+    def preempt(self, entry: Entry, now: float, events: list[Event]) -> None:
         """Take the lane of a preempted request."""
         request = entry.request
         swapped = request.num_swapped_tokens
         since = request.history.waiting_since
         if since < now:
-            events += (entry.lane, _EARLIER, 0, _microseconds(now - since))
+            events.append(Event(entry.lane, _EARLIER, _microseconds(now - since)))
         if swapped:
-            events += (entry.lane, _SWAP, 0, swapped)
+            events.append(Event(entry.lane, _SWAP, swapped))
         else:
-            events += (entry.lane, _PREEMPT, 0, request.history.num_lost_tokens)
+            events.append(Event(entry.lane, _PREEMPT, request.history.num_lost_tokens))
         entry.paused = _SWAPPED if swapped else _PREEMPTED
         entry.since = since
         self.leave(entry)
@@ -114,36 +112,36 @@ class Lanes:
         self.odd.pop(entry, None)
         self.demoted.pop(entry, None)
 
-    def turn_target(self, entry: Entry, events: list[int]) -> None:
+    def turn_target(self, entry: Entry, events: list[Event]) -> None:
         """Write the change of a running request's targets."""
         entry.demoted = entry.request.history.demoted
         if entry.demoted:
             self.demoted[entry] = None
         else:
             self.demoted.pop(entry, None)
-        events += (entry.lane, _DEMOTE if entry.demoted else _PROMOTE, 0, 0)
+        events.append(Event(entry.lane, _DEMOTE if entry.demoted else _PROMOTE))
 
-    def restored(self, events: list[int]) -> None:
+    def restored(self, events: list[Event]) -> None:
         """Write the entries whose targets are aimed at again."""
         for entry in tuple(self.demoted):
             if not entry.request.history.demoted:
                 self.turn_target(entry, events)
 
-    def skip(self, served: set[str], events: list[int]) -> None:
+    def skip(self, served: set[str], events: list[Event]) -> None:
         """Write which running requests are not among ``served`` in this step."""
         for entry in self._by_lane:
             if entry is not None and entry.request.request_id not in served:
                 if entry.mode is not _SKIPPED:
                     entry.mode = _SKIPPED
-                    events += (entry.lane, _SKIP, 0, 0)
+                    events.append(Event(entry.lane, _SKIP))
                 self.odd[entry] = None
 
-    def narrow(self, before: Iterable[Entry], events: list[int]) -> None:
+    def narrow(self, before: Iterable[Entry], events: list[Event]) -> None:
         """Write which of the entries in another mode before this step compute one token now."""
         for entry in before:
             if entry not in self.odd and entry.lane != NO_LANE and entry.mode is not _DECODE:
                 entry.mode = _DECODE
-                events += (entry.lane, _NARROW, 0, 0)
+                events.append(Event(entry.lane, _NARROW))
 
     def find(self, entries: Iterable[Entry], now: float) -> None:
         """Update lanes from the requests, after steps that were not followed."""
@@ -173,4 +171,4 @@ class Lanes:
 
 
 def _microseconds(seconds: float) -> int:
-    return min(round(seconds * 1e6), _MOST_U32)
+    return round(seconds * 1e6)

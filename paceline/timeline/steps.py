@@ -12,8 +12,8 @@ from typing import Final
 
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepNote
 from paceline.core.request import RequestStatus
-from paceline.timeline.codec import encode_done, encode_plan
-from paceline.timeline.events import NO_LANE, Kind, State
+from paceline.timeline.codec import encode
+from paceline.timeline.events import NO_LANE, Done, Event, Kind, Plan, State
 from paceline.timeline.ladder import THIN
 from paceline.timeline.lanes import Entry, Lanes
 
@@ -52,7 +52,7 @@ class Steps:
         """Return the PLAN, or b"" if the next one covers this step too."""
         rows, lanes, known = plan.rows, self._lanes, self._known
         num_rows = len(rows)
-        events: list[int] = []
+        events: list[Event] = []
         for request_id in plan.released:
             entry = known.get(request_id)
             # lanes of ended requests are free already
@@ -81,7 +81,7 @@ class Steps:
                 request = entry.request
                 found = starts.get(request.request_id, request.num_computed_tokens - 1)
                 if found:
-                    events += (entry.lane, _FOUND, 0, found)
+                    events.append(Event(entry.lane, _FOUND, found))
         if lanes.demoted:
             lanes.restored(events)
         steps, tokens, narrow, _ = self._merged
@@ -89,26 +89,28 @@ class Steps:
             self._merged = (0, 0, 0, 0)
         self._told_at = now
         self._open[plan.step_id] = not thin
-        return encode_plan(
-            plan.step_id,
-            now,
-            note.predicted_s,
-            note.limit_s,
-            note.budget,
-            tokens + plan.num_tokens,
-            note.num_free_blocks,
-            note.num_waiting,
-            steps + 1,
-            narrow + num_rows - len(wide),
-            len(wide),
-            _NO_REASON if note.blocked_by is None else note.blocked_by,
-            note.pressure,
-            thin,
-            events,
+        return encode(
+            Plan(
+                plan.step_id,
+                now,
+                note.predicted_s,
+                note.limit_s,
+                note.budget,
+                tokens + plan.num_tokens,
+                note.num_free_blocks,
+                note.num_waiting,
+                steps + 1,
+                narrow + num_rows - len(wide),
+                len(wide),
+                _NO_REASON if note.blocked_by is None else note.blocked_by,
+                note.pressure,
+                thin,
+                tuple(events),
+            )
         )
 
     def stepped(
-        self, plan: SchedulerOutput, done: float, seconds: float, events: list[int]
+        self, plan: SchedulerOutput, done: float, seconds: float, events: list[Event]
     ) -> bytes:
         """Return the DONE of a plan that was written, else b"".
 
@@ -120,7 +122,7 @@ class Steps:
             return b""
         if plan.drafts and told_rows:
             self._wrong(plan, events)
-        return encode_done(plan.step_id, done, seconds, events)
+        return encode(Done(plan.step_id, done, seconds, tuple(events)))
 
     def forget(self) -> None:
         """Forget written plans, whose results will not be written."""
@@ -137,7 +139,9 @@ class Steps:
             chunks + is_wide,
         )
 
-    def _rows(self, plan: SchedulerOutput, wide: Sequence[ScheduledRow], events: list[int]) -> None:
+    def _rows(
+        self, plan: SchedulerOutput, wide: Sequence[ScheduledRow], events: list[Event]
+    ) -> None:
         """Write which requests compute several tokens, one token again, or none."""
         lanes, known = self._lanes, self._known
         drafts = {plan.rows[draft.row][_ID] for draft in plan.drafts} if plan.drafts else ()
@@ -147,10 +151,10 @@ class Steps:
             if entry is None or entry.lane == NO_LANE:
                 continue
             if row[_ID] in drafts:
-                events += (entry.lane, _DRAFT, 0, row[_WIDTH])
+                events.append(Event(entry.lane, _DRAFT, row[_WIDTH]))
                 entry.mode = _DECODE
                 continue
-            events += (entry.lane, _CHUNK, 0, row[_WIDTH])
+            events.append(Event(entry.lane, _CHUNK, row[_WIDTH]))
             entry.mode = _CHUNKED
             lanes.odd[entry] = None
             if entry.request.history.demoted != entry.demoted:
@@ -160,7 +164,7 @@ class Steps:
         if before:
             lanes.narrow(before, events)
 
-    def _wrong(self, plan: SchedulerOutput, events: list[int]) -> None:
+    def _wrong(self, plan: SchedulerOutput, events: list[Event]) -> None:
         """Write how many tokens of rows with drafts count as not computed after all. No later step
         is planned yet: tokens after drafts are not known before their result."""
         for draft in plan.drafts:
@@ -171,7 +175,7 @@ class Steps:
             wrong = row.start + row.num_tokens - entry.request.num_computed_tokens
             # all tokens of a request that ended or was preempted meanwhile are gone
             if wrong > 0 and entry.request.status is _RUNNING:
-                events += (entry.lane, _WRONG, 0, wrong)
+                events.append(Event(entry.lane, _WRONG, wrong))
 
 
 def _wide(plan: SchedulerOutput) -> list[ScheduledRow]:

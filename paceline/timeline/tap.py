@@ -16,7 +16,6 @@ This module does not know the viewers.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -25,9 +24,19 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.queues.wait_clocks import REASONS
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.timeline.codec import encode, encode_announce, encode_end
+from paceline.timeline.codec import clipped, encode
 from paceline.timeline.door import Door
-from paceline.timeline.events import ENDS, NO_LANE, FrameType, Keyframe, State, Told
+from paceline.timeline.events import (
+    ENDS,
+    NO_LANE,
+    Announce,
+    End,
+    Event,
+    FrameType,
+    Keyframe,
+    State,
+    Told,
+)
 from paceline.timeline.ladder import Ladder
 from paceline.timeline.lanes import Entry, Lanes
 from paceline.timeline.steps import Steps
@@ -37,8 +46,9 @@ __all__ = ["TimelineTap"]
 # seconds between keyframes, and between messages to the process that serves viewers
 _KEYFRAME: Final = 2.0
 _FLUSH: Final = 0.05
-_NAN: Final = math.nan
 _ENDS: Final = {reason: ENDS.index(reason.value) for reason in FinishReason}
+# most that a frame holds of a number that callers choose
+_MOST: Final = 2**63 - 1
 _NO_WAITS: Final = (0.0,) * len(REASONS)
 _EXPIRED: Final = ENDS.index("expired")
 # index in an update
@@ -118,23 +128,25 @@ class TimelineTap:
         asked = request.asked
         slo = asked.slo
         parent = None if asked.fork_of is None else self._known.get(asked.fork_of)
-        self._buffer += encode_announce(
-            entry.number,
-            0 if parent is None else parent.number,
-            asked.arrival_time,
-            now,
-            request.num_prompt_tokens,
-            asked.sampling.max_tokens,
-            asked.priority,
-            slo.best_effort,
-            asked.resumed is not None,
-            _NAN if slo.ttft is None else slo.ttft,
-            _NAN if slo.tpot is None else slo.tpot,
-            _NAN if slo.deadline is None else slo.deadline,
-            _or_nan(request.history.predicted_ttft),
-            request.request_id,
-            slo.slo_class,
-            asked.tenant,
+        self._buffer += encode(
+            Announce(
+                entry.number,
+                0 if parent is None else parent.number,
+                asked.arrival_time,
+                now,
+                request.num_prompt_tokens,
+                min(asked.sampling.max_tokens, _MOST),
+                max(-_MOST, min(asked.priority, _MOST)),
+                slo.best_effort,
+                asked.resumed is not None,
+                slo.ttft,
+                slo.tpot,
+                slo.deadline,
+                request.history.predicted_ttft,
+                clipped(request.request_id),
+                clipped(slo.slo_class),
+                clipped(asked.tenant),
+            )
         )
         self.ladder.spent += self._clock() - began
 
@@ -163,7 +175,7 @@ class TimelineTap:
             return
         began = self._clock()
         known = self._known
-        events: list[int] = []
+        events: list[Event] = []
         ended: list[Entry] = []
         # set with the end of a request, and with history that its caller has not been sent yet
         for update in [update for update in updates if update[_TIMELINE] is not None]:
@@ -197,21 +209,23 @@ class TimelineTap:
         request, history = entry.request, entry.request.history
         del self._known[request.request_id]
         self._lanes.leave(entry)
-        self._buffer += encode_end(
-            entry.number,
-            now,
-            self._reason(request, now),
-            history.demoted,
-            history.waits or _NO_WAITS,
-            history.num_chunks,
-            request.num_preemptions,
-            history.num_recomputed_tokens,
-            history.num_restored_tokens,
-            request.num_cached_tokens,
-            request.num_output_tokens,
-            _or_nan(request.first_scheduled_time),
-            _or_nan(request.first_token_time),
-            _or_nan(history.predicted_ttft),
+        self._buffer += encode(
+            End(
+                entry.number,
+                now,
+                self._reason(request, now),
+                history.demoted,
+                tuple(history.waits) or _NO_WAITS,
+                history.num_chunks,
+                request.num_preemptions,
+                history.num_recomputed_tokens,
+                history.num_restored_tokens,
+                request.num_cached_tokens,
+                request.num_output_tokens,
+                request.first_scheduled_time,
+                request.first_token_time,
+                history.predicted_ttft,
+            )
         )
 
     def _reason(self, request: Request, now: float) -> int:
@@ -247,7 +261,3 @@ class TimelineTap:
             self._steps.forget()
             self._next_keyframe, self._unsure = 0.0, True
         self._buffer += frame
-
-
-def _or_nan(value: float | None) -> float:
-    return _NAN if value is None else value

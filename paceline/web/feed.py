@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import struct
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,7 +24,7 @@ from weakref import WeakSet
 
 from paceline.engine.protocol import EngineClient
 from paceline.errors import PacelineError
-from paceline.timeline.codec import HEADER, encode, headers
+from paceline.timeline.codec import HEADER, encode, headers, number_in
 from paceline.timeline.events import FrameType, Told, vocabulary
 
 __all__ = ["MOST_VIEWERS", "Feed", "TooManyViewersError"]
@@ -40,7 +39,6 @@ _ENTRY: Final = 256
 # seconds between gauges, for a live engine and in the history
 _GAUGES: Final = 1.0
 _START: Final = bytes((FrameType.START,))
-_FIRST_U32: Final = struct.Struct("<I")
 
 
 class TooManyViewersError(PacelineError):
@@ -187,11 +185,10 @@ class Feed:
     def _keep(self, frames: bytes) -> None:
         done = 0
         for kind, start, end in headers(frames):
-            at = start + HEADER.size
             if kind == FrameType.PLAN:
-                self._step = _FIRST_U32.unpack_from(frames, at)[0]
+                self._step = number_in(frames[start:end])
             elif kind == FrameType.ANNOUNCE:
-                number = _FIRST_U32.unpack_from(frames, at)[0]
+                number = number_in(frames[start:end])
                 if (self._epoch, number) in self._announced:
                     self._drop((self._epoch, number))
                 self._announced[self._epoch, number] = _Announced(
@@ -199,7 +196,7 @@ class Feed:
                 )
                 self._announced_size += end - start + _ENTRY
             elif kind == FrameType.END:
-                number = _FIRST_U32.unpack_from(frames, at)[0]
+                number = number_in(frames[start:end])
                 announced = self._announced.get((self._epoch, number))
                 if announced is not None:
                     announced.ended = self._segments[-1].number
@@ -214,7 +211,7 @@ class Feed:
                 if kind == FrameType.START:
                     self._end_all()
                     self._epoch, self._step = self._epoch + 1, 0
-                    told = json.loads(frames[at:end])
+                    told = json.loads(frames[start + HEADER.size : end])
                 self._begin(told)
         self._segments[-1].data += frames[done:]
 
@@ -234,9 +231,9 @@ class Feed:
                 announced.ended = number
 
     def _forget(self) -> None:
+        self._forget_announced()
         if self.num_bytes <= self._most:
             return
-        self._forget_announced()
         last = self._segments[-1]
         if len(last.data) > self._most - self._announced_size:
             # without a keyframe for that long no reader could begin inside: the segment is dropped

@@ -8,7 +8,7 @@ from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.workload import open_workload
 from paceline.timeline.codec import Decoder
-from paceline.timeline.frames import Frames
+from paceline.timeline.collect import Frames
 
 CONFIG = ReplicaConfig(
     scheduler=SchedulerConfig(max_num_batched_tokens=512, max_model_len=512),

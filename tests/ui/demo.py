@@ -21,8 +21,8 @@ from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.timeline.codec import Decoder, encode
+from paceline.timeline.collect import Frames
 from paceline.timeline.events import FrameType, Kind, Plan, Told, vocabulary
-from paceline.timeline.frames import Frames
 from paceline.timeline.model import Model
 
 __all__ = ["FILE", "MAX_BYTES", "made", "main"]

@@ -13,6 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline.timeline.codec import Decoder
@@ -91,8 +92,11 @@ def inputs(data: bytes) -> dict[str, Any]:
     otherwise without another recording."""
     frames = list(Decoder().feed(data))
     told = [frame for frame in frames if isinstance(frame, Told)]
-    unpredicted = {"added": 0.0, "predicted_ttft": 0.0}
-    announced = (frame._replace(**unpredicted) for frame in frames if isinstance(frame, Announce))
+    announced = (
+        msgspec.structs.replace(frame, added=0.0, predicted_ttft=None)
+        for frame in frames
+        if isinstance(frame, Announce)
+    )
     return {
         "kinds": {type(frame).__name__ for frame in frames} | {frame.type.name for frame in told},
         "hello": [frame.told for frame in told if frame.type is FrameType.HELLO],

@@ -252,7 +252,8 @@ async def test_what_waits_for_a_viewer_is_bounded_by_bytes(told_engine: LocalEng
     await anext(slow)
     known = watched.model.step
     # two messages of a keyframe that is larger than all that may wait
-    large = encode(Keyframe(known + 1, watched.now, False, (LaneState(*[0] * 8),) * 8000))
+    lanes = (LaneState(*[0] * 6, 0.5, 0.5),) * 12_000
+    large = encode(Keyframe(known + 1, watched.now, False, lanes))
     (viewer,) = feed._viewers
     client.on_timeline(large)
     assert not viewer.behind, "alone, one of any size may wait"

@@ -340,7 +340,7 @@ def _simulate(
     from paceline.sim.report.metrics import Metrics
     from paceline.sim.simulator import Pool, Simulator
     from paceline.sim.workload.shaping import speed_up
-    from paceline.timeline.frames import Frames
+    from paceline.timeline.collect import Frames
 
     metrics, told_frames = Metrics(), bytearray()
     # timeline in the format that the page reads

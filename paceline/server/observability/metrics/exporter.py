@@ -1,12 +1,12 @@
-"""``/metrics`` on a separate listener, answered by a separate process.
+"""``/metrics`` on a separate listener, answered by threads of their own.
 
 ::
 
-    event loop --render, 20 times a second--> shared memory <--read-- exporter process <-- scrapes
+    event loop --render, 20 times a second--> text <--read-- one thread per connection <-- scrapes
 
 A scrape of the server's own port waits for its turn on the event loop, behind every active stream.
-One of this listener does not: neither the loop nor the interpreter's lock delays it. The text it
-reads is at most ``PERIOD`` old, plus the time the loop was busy, and states its age.
+One of this listener waits for the interpreter's lock alone. The text it reads is at most ``PERIOD``
+old, plus the time the loop was busy, and states its age.
 docs/adr/0008-metrics-listener.md has the measurement behind this choice.
 """
 
@@ -15,126 +15,128 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import mmap
-import os
 import socket
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Generator
-from pathlib import Path
-from typing import Final
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
 
 from paceline.engine.types import EngineStats
-from paceline.server.observability.metrics.exporter_process import HEADER, SEQUENCE
-from paceline.server.observability.metrics.server import ServerMetrics
+from paceline.server.observability.metrics.server import CONTENT_TYPE, ServerMetrics
 
-__all__ = ["PERIOD", "MetricsExporter", "exporting"]
+__all__ = ["PERIOD", "exporting"]
 
 _log = logging.getLogger("paceline.server")
 
 # seconds between renderings while the engine sends snapshots
 PERIOD: Final = 0.05
-# seconds between renderings without new snapshots, and between starts of the process
+# seconds between renderings without new snapshots
 _IDLE_PERIOD: Final = 1.0
-_CAPACITY: Final = 8 * 2**20
-_PROGRAM: Final = Path(__file__).with_name("exporter_process.py")
-# seconds that the process may take to end
-_GRACE: Final = 2.0
+# maximum concurrent connections: a scraper keeps one
+_MAX_CONNECTIONS: Final = 32
+# seconds a connection may be idle, and seconds between looks whether to end
+_IDLE: Final = 120.0
+_LOOK_EVERY: Final = 0.1
 
 
-class MetricsExporter:
-    """Publishes one app's metrics until ``close``. Used on the event loop.
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection."""
+
+    server: _Exporter
+    protocol_version = "HTTP/1.1"
+    error_content_type = CONTENT_TYPE
+    error_message_format = "%(message)s\n"
+    timeout = _IDLE
+    # an answer is one write, which is sent at once
+    wbufsize = -1
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        """Answer one request with the latest text and its age."""
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "only /metrics is served here")
+            return
+        text, made = self.server.shown
+        body = b"%b %.3f\n" % (text[: text.rindex(b" ")], max(0.0, time.monotonic() - made))
+        self.send_response_only(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        if int(self.headers.get("Content-Length", 0)) or "Transfer-Encoding" in self.headers:
+            # what follows is not a request
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def version_string(self) -> str:
+        return "paceline"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _Exporter(ThreadingHTTPServer):
+    """Publishes one app's metrics until ``close``. Made and closed on the event loop.
 
     Args:
         listener: a listening socket; the caller keeps it and closes it afterwards.
     """
 
-    def __init__(self, metrics: ServerMetrics, listener: socket.socket) -> None:
-        self._metrics = metrics
-        self._listener = listener
-        self._loop = asyncio.get_running_loop()
-        self._fd = os.memfd_create("paceline-metrics")
-        # pages that are never written use no memory
-        os.ftruncate(self._fd, _CAPACITY)
-        self._memory = mmap.mmap(self._fd, _CAPACITY)
-        self._sequence = 0
-        self._shown: EngineStats | None = None
-        self._shown_at = 0.0
-        self._publish()
-        self._process = self._spawn()
-        self._spawned_at = time.monotonic()
-        self._timer = self._loop.call_later(PERIOD, self._tick)
+    block_on_close = False
 
-    @property
-    def pid(self) -> int:
-        """Pid of the process that answers."""
-        return self._process.pid
+    def __init__(self, metrics: ServerMetrics, listener: socket.socket) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self._metrics = metrics
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._loop = asyncio.get_running_loop()
+        self._publish()
+        self._timer = self._loop.call_later(PERIOD, self._tick)
+        self._thread = threading.Thread(target=self.serve_forever, args=(_LOOK_EVERY,), daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """End the process. The listener stays open."""
+        """End the thread. The listener stays open."""
         self._timer.cancel()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self.shutdown()
+        self._thread.join()
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        return self._slots.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            self._process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            # suspended or starved; it holds no state
-            self._process.kill()
-            self._process.wait()
-        self._memory.close()
-        os.close(self._fd)
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        _log.debug("metrics_scrape_failed", exc_info=True)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(PERIOD, self._tick)
-        now = time.monotonic()
-        if self._metrics.stats is not self._shown or now - self._shown_at >= _IDLE_PERIOD:
+        if (
+            self._metrics.stats is not self._shown_stats
+            or time.monotonic() - self.shown[1] >= _IDLE_PERIOD
+        ):
             self._publish()
-        if self._process.poll() is not None and now - self._spawned_at >= _IDLE_PERIOD:
-            _log.error("metrics_exporter_ended code=%s: started again", self._process.returncode)
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process = self._spawn()
-            self._spawned_at = now
 
     def _publish(self) -> None:
-        self._shown = self._metrics.stats
-        text = self._metrics.render()
-        self._shown_at = time.monotonic()
-        if len(text) > _CAPACITY - HEADER.size:
-            # labels are bounded, so this is a bug here; the age of the served text shows it
-            _log.error("metrics_too_long bytes=%d limit=%d", len(text), _CAPACITY - HEADER.size)
-            return
-        memory = self._memory
-        SEQUENCE.pack_into(memory, 0, self._sequence + 1)
-        memory[HEADER.size : HEADER.size + len(text)] = text
-        HEADER.pack_into(memory, 0, self._sequence + 1, len(text), self._shown_at)
-        self._sequence += 2
-        SEQUENCE.pack_into(memory, 0, self._sequence)
-
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        fds = (self._listener.fileno(), self._fd)
-        # in a process group of its own, so that Ctrl-C in the terminal does not reach it
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, fds)],
-            stdin=subprocess.PIPE,
-            stdout=2,
-            pass_fds=fds,
-            process_group=0,
-        )
+        self._shown_stats: EngineStats = self._metrics.stats
+        # the latest text and its time
+        self.shown = self._metrics.render(), time.monotonic()
 
 
 @contextlib.contextmanager
-def exporting(
-    metrics: ServerMetrics, listener: socket.socket | None
-) -> Generator[MetricsExporter | None, None, None]:
+def exporting(metrics: ServerMetrics, listener: socket.socket | None) -> Generator[None]:
     """Serve ``metrics`` on ``listener`` within the block, then close it; None: do nothing."""
     if listener is None:
-        yield None
+        yield
         return
     with listener:
-        exporter = MetricsExporter(metrics, listener)
+        exporter = _Exporter(metrics, listener)
         try:
-            yield exporter
+            yield
         finally:
             exporter.close()

@@ -1,7 +1,7 @@
 // Frames of the timeline, from bytes that may be cut anywhere. The format is that of
 // paceline/timeline/codec.py, and tests/ui/vectors hold both to it.
 
-export const VERSION = 2;
+export const VERSION = 3;
 export const NO_LANE = 0xffff;
 const HEADER = 8;
 const MOST = 16 * 2 ** 20;
@@ -47,11 +47,11 @@ export class Decoder {
         return found;
       }
       if (at + HEADER + size > data.length) break;
-      const read = READERS[NAMES[data[at]]];
-      if (read === undefined) this.unknown++;
+      const frame = NAMES[data[at]];
+      if (frame === undefined) this.unknown++;
       else {
         try {
-          found.push(read(new DataView(data.buffer, data.byteOffset + at, HEADER + size), NAMES[data[at]]));
+          found.push(read(frame, data.subarray(at + HEADER, at + HEADER + size)));
         } catch {
           this.broken++;
         }
@@ -63,78 +63,106 @@ export class Decoder {
   }
 }
 
-/** @param {DataView} view @param {number} at @param {number} count */
-function events(view, at, count) {
-  const found = [];
-  for (let i = 0; i < count; i++, at += 8) {
-    found.push({ lane: view.getUint16(at, true), kind: view.getUint8(at + 2), value: view.getUint32(at + 4, true) });
-  }
-  return found;
+/** @param {string} frame @param {Uint8Array} body @returns {Frame} */
+function read(frame, body) {
+  if (frame in FIELDS) return { frame, ...named(frame, new Reader(body).value()) };
+  const told = JSON.parse(text.decode(body));
+  if (typeof told !== "object" || told === null || Array.isArray(told)) throw new TypeError("an object was expected");
+  return { frame, told };
 }
 
-/** @param {DataView} view @param {number} at @param {number} count */
-function strings(view, at, count) {
-  const found = [];
-  for (let i = 0; i < count; i++) {
-    const size = view.getUint8(at);
-    if (at + 1 + size > view.byteLength) throw new RangeError("a string is cut");
-    found.push(text.decode(new Uint8Array(view.buffer, view.byteOffset + at + 1, size)));
-    at += 1 + size;
-  }
-  return found;
-}
-
-/** NaN says that there is none. @param {number} value */
-const orNull = (value) => (Number.isNaN(value) ? null : value);
-
-/** @param {DataView} view @param {string} frame @returns {Frame} */
-function told(view, frame) {
-  const value = JSON.parse(text.decode(new Uint8Array(view.buffer, view.byteOffset + HEADER, view.byteLength - HEADER)));
-  if (typeof value !== "object" || value === null || Array.isArray(value)) throw new TypeError("an object was expected");
-  return { frame, told: value };
-}
-
-/** @type {Record<string, (view: DataView, frame: string) => Frame>} */
-const READERS = {
-  hello: told, start: told, gauges: told, gap: told, notice: told, door: told,
-  plan: (v) => ({
-    frame: "plan", thin: (v.getUint8(1) & 1) === 1,
-    step: v.getUint32(8, true), planned: v.getFloat64(12, true), predicted: v.getFloat32(20, true), limit: v.getFloat32(24, true),
-    budget: v.getUint32(28, true), tokens: v.getUint32(32, true), free: v.getUint32(36, true), waiting: v.getUint32(40, true),
-    merged: v.getUint16(44, true), narrow: v.getUint16(46, true), wide: v.getUint16(48, true),
-    blockedBy: v.getUint8(50), pressure: v.getUint8(51), events: events(v, 56, v.getUint16(52, true)),
-  }),
-  done: (v) => ({
-    frame: "done", step: v.getUint32(8, true), done: v.getFloat64(16, true), backend: v.getFloat32(24, true),
-    events: events(v, 28, v.getUint16(12, true)),
-  }),
-  announce: (v) => {
-    const [id, slo, tenant] = strings(v, 62, 3);
-    return {
-      frame: "announce", number: v.getUint32(8, true), parent: v.getUint32(12, true),
-      arrival: v.getFloat64(16, true), added: v.getFloat64(24, true), prompt: v.getUint32(32, true), most: v.getUint32(36, true),
-      priority: v.getInt32(40, true), bestEffort: v.getUint8(44) === 1, resumed: v.getUint8(45) === 1,
-      ttft: orNull(v.getFloat32(46, true)), tpot: orNull(v.getFloat32(50, true)), deadline: orNull(v.getFloat32(54, true)),
-      predicted: orNull(v.getFloat32(58, true)), id, slo, tenant,
-    };
-  },
-  end: (v) => ({
-    frame: "end", number: v.getUint32(8, true), when: v.getFloat64(12, true), reason: v.getUint8(20), demoted: v.getUint8(21) === 1,
-    chunks: v.getUint32(22, true), preemptions: v.getUint32(26, true), recomputed: v.getUint32(30, true), swapped: v.getUint32(34, true),
-    cached: v.getUint32(38, true), output: v.getUint32(42, true),
-    scheduled: orNull(v.getFloat64(46, true)), firstToken: orNull(v.getFloat64(54, true)), predicted: orNull(v.getFloat32(62, true)),
-    waits: REASONS.map((_, i) => v.getFloat32(66 + 4 * i, true)),
-  }),
-  keyframe: (v) => {
-    const lanes = [];
-    const count = v.getUint32(8, true);
-    for (let i = 0, at = 28; i < count; i++, at += 28) {
-      lanes.push({
-        number: v.getUint32(at, true), lane: v.getUint16(at + 4, true), state: v.getUint8(at + 6), demoted: v.getUint8(at + 7) === 1,
-        computed: v.getUint32(at + 8, true), preemptions: v.getUint32(at + 12, true), waited: v.getFloat32(at + 16, true),
-        since: v.getFloat64(at + 20, true),
-      });
-    }
-    return { frame: "keyframe", step: v.getUint32(12, true), now: v.getFloat64(16, true), reset: v.getUint8(24) === 1, lanes };
-  },
+/** @param {any} value */
+const isNumber = (value) => typeof value === "number";
+/** @param {any} value */
+const isText = (value) => typeof value === "string";
+/** @param {any} value */
+const isFlag = (value) => typeof value === "boolean";
+/** @param {any} value */
+const isTime = (value) => value === null || isNumber(value);
+/** What a field may be; one that is not named is a number. @type {Record<string, (value: any) => boolean>} */
+const FITS = {
+  thin: isFlag, bestEffort: isFlag, resumed: isFlag, demoted: isFlag, reset: isFlag, id: isText, slo: isText, tenant: isText,
+  ttft: isTime, tpot: isTime, deadline: isTime, predicted: isTime, scheduled: isTime, firstToken: isTime,
+  lane: (value) => Number.isInteger(value) && value >= 0 && value <= NO_LANE, events: Array.isArray, lanes: Array.isArray,
+  waits: (value) => Array.isArray(value) && value.length === REASONS.length && value.every(isNumber),
 };
+/** @param {string} names */
+const fieldsOf = (names) => names.split(" ").map((name) => ({ name, fits: FITS[name] ?? isNumber }));
+/** The fields of each frame, in the order in which they come, as in paceline/timeline/events.py. @type {Record<string, ReturnType<typeof fieldsOf>>} */
+const FIELDS = {
+  plan: fieldsOf("step planned predicted limit budget tokens free waiting merged narrow wide blockedBy pressure thin events"),
+  done: fieldsOf("step done backend events"),
+  announce: fieldsOf("number parent arrival added prompt most priority bestEffort resumed ttft tpot deadline predicted id slo tenant"),
+  end: fieldsOf("number when reason demoted waits chunks preemptions recomputed swapped cached output scheduled firstToken predicted"),
+  keyframe: fieldsOf("step now reset lanes"),
+  // of an event, and of a running request
+  events: fieldsOf("lane kind value"),
+  lanes: fieldsOf("number lane state demoted computed preemptions waited since"),
+};
+
+/** @param {string} kind @param {any} values @returns {any} */
+function named(kind, values) {
+  /** @type {any} */
+  const found = {};
+  FIELDS[kind].forEach(({ name, fits }, i) => {
+    const value = values[i];
+    if (!fits(value)) throw new TypeError(`${kind} has another ${name}`);
+    found[name] = name === "events" || name === "lanes" ? value.map((/** @type {any} */ each) => named(name, each)) : value;
+  });
+  return found;
+}
+
+/** MessagePack, as far as frames have it: nil, booleans, numbers, strings and arrays. */
+class Reader {
+  /** @param {Uint8Array} data */
+  constructor(data) {
+    this.data = data;
+    this.view = new DataView(data.buffer, data.byteOffset, data.byteLength);
+    this.at = 0;
+  }
+
+  /** @returns {any} */
+  value() {
+    const { view } = this;
+    const tag = view.getUint8(this.skip(1));
+    if (tag < 0x80) return tag;
+    if (tag >= 0xe0) return tag - 0x100;
+    if (tag >= 0xa0 && tag < 0xc0) return this.text(tag & 0x1f);
+    if (tag >= 0x90 && tag < 0xa0) return this.array(tag & 0xf);
+    switch (tag) {
+      case 0xc0: return null;
+      case 0xc2: return false;
+      case 0xc3: return true;
+      case 0xcb: return view.getFloat64(this.skip(8));
+      case 0xcc: return view.getUint8(this.skip(1));
+      case 0xcd: return view.getUint16(this.skip(2));
+      case 0xce: return view.getUint32(this.skip(4));
+      case 0xcf: return Number(view.getBigUint64(this.skip(8)));
+      case 0xd0: return view.getInt8(this.skip(1));
+      case 0xd1: return view.getInt16(this.skip(2));
+      case 0xd2: return view.getInt32(this.skip(4));
+      case 0xd3: return Number(view.getBigInt64(this.skip(8)));
+      case 0xd9: return this.text(view.getUint8(this.skip(1)));
+      case 0xdc: return this.array(view.getUint16(this.skip(2)));
+      case 0xdd: return this.array(view.getUint32(this.skip(4)));
+    }
+    throw new TypeError(`no frame has ${tag}`);
+  }
+
+  /** @param {number} size @returns {number} where it began */
+  skip(size) { return (this.at += size) - size; }
+
+  /** @param {number} size */
+  text(size) {
+    const at = this.skip(size);
+    if (this.at > this.data.length) throw new RangeError("a string is cut");
+    return text.decode(this.data.subarray(at, this.at));
+  }
+
+  /** @param {number} count */
+  array(count) {
+    const found = [];
+    for (let i = 0; i < count; i++) found.push(this.value());
+    return found;
+  }
+}
