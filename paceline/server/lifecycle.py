@@ -63,8 +63,8 @@ async def serve(
 
     Args:
         listener: an already bound socket (``bind``), used and closed instead of host and port.
-        metrics_listener: a bound socket on which a process of its own (``metrics.exporter``)
-            serves /metrics alone; closed.
+        metrics_listener: a bound socket on which threads of their own (``metrics.exporter``) serve
+            /metrics alone; closed.
         on_ready: called once with host and port when connections are accepted.
         page: see ``create_app``.
 

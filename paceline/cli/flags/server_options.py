@@ -50,8 +50,8 @@ def add_server_options(parser: Parser) -> None:
         "--metrics-port",
         type=bounded_int(0, 65535),
         metavar="N",
-        help="serve /metrics on a port of its own too, from a process of its own: answered at "
-        "once, however busy the server is, and without a key; default: only on --port",
+        help="serve /metrics on a port of its own too, from a thread of its own: before the "
+        "streams of a busy server, and without a key; default: only on --port",
     )
     group.add_argument(
         "--metrics-host",

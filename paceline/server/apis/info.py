@@ -14,7 +14,7 @@ from paceline.errors import InvalidRequestError
 from paceline.http.errors import HttpError
 from paceline.server.apis.llama_cpp.info import ContentBody, tokens_of_content
 from paceline.server.generation.service import Service
-from paceline.server.observability.metrics.exporter_process import CONTENT_TYPE
+from paceline.server.observability.metrics.server import CONTENT_TYPE
 from paceline.server.protocol.field_types import check_model
 from paceline.server.protocol.requests import parse_template_options
 from paceline.server.protocol.tokenizing import (
@@ -48,7 +48,7 @@ def info_router(service: Service) -> APIRouter:
         return encoded({"server_load": service.in_flight})
 
     async def metrics(_request: Request) -> Response:
-        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE.decode()})
+        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(_request: Request) -> Response:
         names = service.rules.listed_models

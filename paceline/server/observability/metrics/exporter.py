@@ -45,6 +45,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Exporter
     protocol_version = "HTTP/1.1"
+    # what is no HTTP request gets a status line, too
+    default_request_version = "HTTP/1.0"
     error_content_type = CONTENT_TYPE
     error_message_format = "%(message)s\n"
     timeout = _IDLE
@@ -62,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response_only(200)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))
-        if int(self.headers.get("Content-Length", 0)) or "Transfer-Encoding" in self.headers:
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             # what follows is not a request
             self.send_header("Connection", "close")
         self.end_headers()

@@ -18,13 +18,14 @@ from paceline.server.observability.metrics.tenants import TenantMetrics
 if TYPE_CHECKING:
     from paceline.server.observability.snapshot import Scrape
 
-__all__ = ["AGE_METRIC", "ServerMetrics"]
+__all__ = ["CONTENT_TYPE", "ServerMetrics"]
 
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _ENGINE: Final = "0"
 # seconds for which process metrics from the kernel are reused: reading them is slow
 _PROCESS_SECONDS: Final = 1.0
-# the last family of a rendering; the exporter process appends the rendering's age to its name
-AGE_METRIC: Final = "paceline:metrics_age_seconds"
+# the last family of a rendering, so that an exporter can write the rendering's age behind its name
+_AGE: Final = "paceline:metrics_age_seconds"
 
 
 class ServerMetrics:
@@ -78,7 +79,7 @@ class ServerMetrics:
             )
         self._http = HttpMetrics(registry)
         self._age = Registry({})
-        self._age.number("gauge", AGE_METRIC, "Seconds since these numbers were put together.")
+        self._age.number("gauge", _AGE, "Seconds since these numbers were put together.")
         self._process_registry = CollectorRegistry()
         ProcessCollector(registry=self._process_registry)
         self._process_text = ""
@@ -137,7 +138,7 @@ class ServerMetrics:
         return Scrape(self._started, {})
 
     def render(self) -> bytes:
-        """Return the text exposition format, with ``AGE_METRIC`` and its value as the last line."""
+        """Return the text exposition format, with the age of the numbers as the last line."""
         now = time.monotonic()
         self._refresh(now)
         if now - self._process_at >= _PROCESS_SECONDS:
