@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
@@ -24,7 +25,6 @@ __all__ = [
     "Description",
     "Family",
     "Histogram",
-    "Histograms",
     "Number",
     "Numbers",
     "Registry",
@@ -44,26 +44,6 @@ class Sample(NamedTuple):
     value: float
 
 
-class Family(Protocol):
-    """One name of the exposition with all its series."""
-
-    # as in the TYPE line: a counter's name ends in _total
-    name: str
-    kind: Kind
-    # description, one line
-    text: str
-    # names of all labels, sorted
-    labels: tuple[str, ...]
-
-    def render(self) -> str:
-        """Return its lines, HELP and TYPE first."""
-        ...
-
-    def samples(self) -> Iterator[Sample]:
-        """Yield its lines as values."""
-        ...
-
-
 class Description(NamedTuple):
     """A family's description for documents."""
 
@@ -80,6 +60,10 @@ class Number:
 
     def __init__(self) -> None:
         self.value = 0.0
+
+    def values(self) -> list[float]:
+        # as one may have been set to a whole number, or to a member of an enum
+        return [float(self.value)]
 
 
 class Histogram:
@@ -104,40 +88,89 @@ class Histogram:
         """Return the observations up to each bound; the last entry is all of them."""
         return list(accumulate(self._counts))
 
+    def values(self) -> list[float]:
+        """Return the numbers of its lines: the buckets', the count, the sum."""
+        counts = self.cumulative()
+        return [*(counts if self._buckets else ()), counts[-1], float(self._sum)]
 
-class Numbers:
-    """A family of counters or gauges."""
+
+_S = TypeVar("_S", Number, Histogram)
+
+
+class Family(Generic[_S]):
+    """One name of the exposition with all its series.
+
+    Args:
+        name: as in the TYPE line: a counter's name ends in _total.
+        text: description, one line.
+        make: makes a series.
+        lines: of each series, the end of the name and further labels.
+    """
 
     def __init__(
-        self, kind: Kind, name: str, text: str, labels: Sequence[str], constant: Mapping[str, str]
+        self,
+        kind: Kind,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        constant: Mapping[str, str],
+        make: Callable[[], _S],
+        lines: Sequence[tuple[str, Mapping[str, str]]],
     ) -> None:
         self.name, self.kind, self.text = name, kind, text
         self.labels = tuple(sorted((*labels, *constant)))
         self._names, self._constant = tuple(labels), dict(constant)
-        self._head = _head(self)
-        self._numbers: dict[tuple[str, ...], Number] = {}
-        self._lines: list[tuple[str, Number]] = []
-        # labels of each line, made when samples are first read
-        self._told: list[Mapping[str, str]] = []
+        self._make: Callable[[], _S] = make
+        self._ends = [(end, dict(more)) for end, more in lines]
+        self._series: dict[tuple[str, ...], _S] = {}
+        # with each series, of each of its lines: all before the number, name, labels
+        self._lines: list[tuple[_S, list[tuple[str, str, dict[str, str]]]]] = []
 
-    def at(self, *values: str) -> Number:
+    def at(self, *values: str) -> _S:
         """Return the series with these label values, made on first use."""
-        number = self._numbers.get(values)
-        if number is None:
-            number = self._numbers[values] = Number()
-            labels = dict(zip(self._names, values, strict=True)) | self._constant
-            self._lines.append((f"{self.name}{_braces(labels)} ", number))
-        return number
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = self._make()
+            own = dict(zip(self._names, values, strict=True)) | self._constant
+            lines = []
+            for end, more in self._ends:
+                name, labels = self.name + end, own | more
+                lines.append((f"{name}{_braces(labels)} ", name, labels))
+            self._lines.append((series, lines))
+        return series
+
+    def head(self) -> str:
+        """Return the lines HELP and TYPE."""
+        text = self.text.replace("\\", r"\\").replace("\n", r"\n")
+        return f"# HELP {self.name} {text}\n# TYPE {self.name} {self.kind}\n"
+
+    def render(self) -> str:
+        """Return its lines, HELP and TYPE first."""
+        parts = [self.head()]
+        for series, lines in self._lines:
+            for (line, _, _), value in zip(lines, series.values(), strict=True):
+                parts.append(f"{line}{_number(value)}\n")
+        return "".join(parts)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield its lines as values."""
+        for series, lines in self._lines:
+            for (_, name, labels), value in zip(lines, series.values(), strict=True):
+                yield Sample(name, labels, float(value))
+
+
+class Numbers(Family[Number]):
+    """A family of counters or gauges."""
 
     def value(self, *values: str) -> float:
         """Return the value of the series with these label values; 0.0 if it does not exist, and
         this does not make it."""
-        number = self._numbers.get(values)
+        number = self._series.get(values)
         return 0.0 if number is None else number.value
 
     def clear(self) -> None:
         """Set every series to 0."""
-        for number in self._numbers.values():
+        for number in self._series.values():
             number.value = 0.0
 
     def replace(self, values: Mapping[str, float]) -> None:
@@ -146,72 +179,8 @@ class Numbers:
         for label, value in values.items():
             self.at(label).value = value
 
-    def render(self) -> str:
-        lines = [f"{line}{_number(number.value)}\n" for line, number in self._lines]
-        return self._head + "".join(lines)
 
-    def samples(self) -> Iterator[Sample]:
-        for values in [*self._numbers][len(self._told) :]:
-            self._told.append(dict(zip(self._names, values, strict=True)) | self._constant)
-        for labels, (_, number) in zip(self._told, self._lines, strict=True):
-            yield Sample(self.name, labels, float(number.value))
-
-
-class Histograms:
-    """A family of histograms; of summaries without quantiles when there are no buckets."""
-
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        buckets: Sequence[float],
-        labels: Sequence[str],
-        constant: Mapping[str, str],
-    ) -> None:
-        self.name, self.text = name, text
-        self.kind: Kind = "histogram" if buckets else "summary"
-        self.labels = tuple(sorted((*labels, *constant)))
-        self._names, self._constant, self._buckets = tuple(labels), dict(constant), buckets
-        self._head = _head(self)
-        self._histograms: dict[tuple[str, ...], Histogram] = {}
-        # per series: the text before each bucket's count, before the count and before the sum
-        self._lines: list[tuple[Histogram, list[str], str, str]] = []
-        # per series, made when samples are first read: labels of each bucket, then its own
-        self._told: list[list[Mapping[str, str]]] = []
-
-    def at(self, *values: str) -> Histogram:
-        """Return the series with these label values, made on first use."""
-        histogram = self._histograms.get(values)
-        if histogram is None:
-            histogram = self._histograms[values] = Histogram(self._buckets)
-            labels = dict(zip(self._names, values, strict=True)) | self._constant
-            bounds = [*map(str, self._buckets), "+Inf"] if self._buckets else []
-            buckets = [f"{self.name}_bucket{_braces(labels | {'le': le})} " for le in bounds]
-            plain = _braces(labels)
-            self._lines.append(
-                (histogram, buckets, f"{self.name}_count{plain} ", f"{self.name}_sum{plain} ")
-            )
-        return histogram
-
-    def render(self) -> str:
-        parts = [self._head]
-        for histogram, buckets, count, total in self._lines:
-            counts = histogram.cumulative()
-            parts += [f"{line}{n}\n" for line, n in zip(buckets, counts, strict=False)]
-            parts.append(f"{count}{counts[-1]}\n{total}{_number(histogram.sum)}\n")
-        return "".join(parts)
-
-    def samples(self) -> Iterator[Sample]:
-        bounds = [*map(str, self._buckets), "+Inf"] if self._buckets else []
-        for values in [*self._histograms][len(self._told) :]:
-            labels = dict(zip(self._names, values, strict=True)) | self._constant
-            self._told.append([*(labels | {"le": bound} for bound in bounds), labels])
-        for (*buckets, plain), (histogram, *_) in zip(self._told, self._lines, strict=True):
-            counts = histogram.cumulative()
-            for bucket, count in zip(buckets, counts, strict=False):
-                yield Sample(f"{self.name}_bucket", bucket, float(count))
-            yield Sample(f"{self.name}_count", plain, float(counts[-1]))
-            yield Sample(f"{self.name}_sum", plain, float(histogram.sum))
+_F = TypeVar("_F", bound=Family[Any])
 
 
 class Registry:
@@ -223,7 +192,7 @@ class Registry:
 
     def __init__(self, constant: Mapping[str, str]) -> None:
         self._constant = dict(constant)
-        self._families: dict[str, Family] = {}
+        self._families: dict[str, Family[Any]] = {}
         self._collected = CollectorRegistry()
         self._has_collected = False
 
@@ -255,9 +224,7 @@ class Registry:
         """Make a family with labels. A counter's name is given without its ``_total``."""
         full = f"{name}_total" if kind == "counter" else name
         constant = self._constant if constant is None else constant
-        family = Numbers(kind, full, text, labels, constant)
-        self._add(family)
-        return family
+        return self._add(Numbers(kind, full, text, labels, constant, Number, [("", {})]))
 
     def number(self, kind: Literal["counter", "gauge"], name: str, text: str) -> Number:
         """Make a family of one series."""
@@ -270,12 +237,15 @@ class Registry:
         buckets: Sequence[float],
         *labels: str,
         constant: Mapping[str, str] | None = None,
-    ) -> Histograms:
+    ) -> Family[Histogram]:
         """Make a family with labels; a summary of count and sum when there are no buckets."""
         constant = self._constant if constant is None else constant
-        family = Histograms(name, text, buckets, labels, constant)
-        self._add(family)
-        return family
+        bounds = [*map(str, buckets), "+Inf"] if buckets else []
+        lines: list[tuple[str, Mapping[str, str]]] = [("_bucket", {"le": le}) for le in bounds]
+        lines += [("_count", {}), ("_sum", {})]
+        kind: Kind = "histogram" if buckets else "summary"
+        make = partial(Histogram, buckets)
+        return self._add(Family(kind, name, text, labels, constant, make, lines))
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         """Make a family of one series."""
@@ -296,24 +266,20 @@ class Registry:
         for family in self._families.values():
             yield from family.samples()
 
-    def _add(self, family: Family) -> None:
+    def _add(self, family: _F) -> _F:
         assert family.name not in self._families, f"two families are called {family.name}"
         self._families[family.name] = family
+        return family
 
 
-def _rendered(family: Family) -> str:
+def _rendered(family: Family[Any]) -> str:
     """Render a family from its samples, without lines that were written before."""
-    lines = [_head(family)]
+    lines = [family.head()]
     for sample in family.samples():
         name = sample.name.removeprefix(family.name)
         number = f"{sample.value:.0f}" if name in ("_bucket", "_count") else _number(sample.value)
         lines.append(f"{sample.name}{_braces(sample.labels)} {number}\n")
     return "".join(lines)
-
-
-def _head(family: Family) -> str:
-    text = family.text.replace("\\", r"\\").replace("\n", r"\n")
-    return f"# HELP {family.name} {text}\n# TYPE {family.name} {family.kind}\n"
 
 
 def _braces(labels: Mapping[str, str]) -> str:
@@ -325,6 +291,5 @@ def _braces(labels: Mapping[str, str]) -> str:
 
 def _number(value: float) -> str:
     if math.isfinite(value):
-        # an int of another kind (an enum) has another repr
-        return repr(float(value))
+        return repr(value)
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
