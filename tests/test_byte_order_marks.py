@@ -26,7 +26,7 @@ from paceline.http.keys import parse_key_file
 from paceline.sim.recording import Recording
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.profile import _model_of
-from paceline.sim.workload import open_trace
+from paceline.sim.workload.traces import open_trace
 from tests.engine.test_recorder import run as record
 from tests.sim.step_times.profiles import MODEL
 

@@ -26,7 +26,7 @@ from benchmarks.overload.serving import (
     play,
     times,
 )
-from paceline.sim.report import text_table
+from paceline.sim.report.table import text_table
 
 __all__ = ["CHANGES", "Change", "Outcome", "change", "figures", "recovery", "table"]
 

@@ -22,8 +22,8 @@ from benchmarks.overload.serving import as_served, in_time, play
 from benchmarks.studies.bound import Asked, Steps, own_seconds, share_in_time
 from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival
-from paceline.sim.report import text_table
-from paceline.sim.workload import open_workload
+from paceline.sim.report.table import text_table
+from paceline.sim.workload.spec import open_workload
 
 __all__ = ["MIXES", "Mix", "Mixed", "Outcome", "figures", "minute_of", "mixed", "share", "table"]
 

@@ -31,7 +31,7 @@ from benchmarks.overload.serving import (
     times,
 )
 from paceline.sim.arrival import Served
-from paceline.sim.report import text_table
+from paceline.sim.report.table import text_table
 
 __all__ = ["BESIDE", "FEWER", "Outcome", "Rate", "figures", "rate", "tables"]
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from benchmarks.overload.judging import MINUTE
 from benchmarks.overload.serving import EQUAL, PLACES, as_served, chats, play, times
 from paceline.sim.arrival import Arrival, Served
-from paceline.sim.report import text_table
+from paceline.sim.report.table import text_table
 
 __all__ = ["SITUATIONS", "Outcome", "Returned", "Returns", "figures", "kept", "returns", "table"]
 

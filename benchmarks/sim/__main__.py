@@ -64,7 +64,7 @@ from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.recorded import RecordedStepTimes, fit_delays
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
-from paceline.sim.vllm_runs import find_runs
+from paceline.sim.vllm_runs.runs import find_runs
 
 QUICK = os.environ.get("QUICK", "") not in ("", "0")
 SECONDS = 25.0 if QUICK else 100.0

@@ -9,15 +9,9 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.sim.step_times.models import ModelShape
-from paceline.sim.vllm_runs import (
-    HostTime,
-    VllmRun,
-    find_runs,
-    for_run,
-    measure,
-    predict,
-    step_times,
-)
+from paceline.sim.vllm_runs.host import HostTime, for_run, measure
+from paceline.sim.vllm_runs.prediction import predict, step_times
+from paceline.sim.vllm_runs.runs import VllmRun, find_runs
 
 __all__ = ["METRICS", "present", "vllm"]
 

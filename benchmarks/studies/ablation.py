@@ -33,10 +33,11 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.routing.routers import LeastOutstanding
 from paceline.sim.decisions import DecisionLog
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.report import Metrics, text_table
+from paceline.sim.report.metrics import Metrics
+from paceline.sim.report.table import text_table
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
 from paceline.sim.step_times.base import StepTimes
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 
 __all__ = [
     "BASELINE",

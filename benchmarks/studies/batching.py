@@ -13,11 +13,11 @@ from random import Random
 
 from benchmarks.studies.common import GPU, Study, replica, serve
 from paceline.sim.arrival import Arrival
-from paceline.sim.plan import estimate_batching
+from paceline.sim.plan.batching import estimate_batching
 from paceline.sim.plan.split import decode_step
-from paceline.sim.report import text_table
+from paceline.sim.report.table import text_table
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
-from paceline.sim.workload import Bimodal, Fixed, Lengths, Uniform
+from paceline.sim.workload.lengths import Bimodal, Fixed, Lengths, Uniform
 
 __all__ = ["STUDY"]
 

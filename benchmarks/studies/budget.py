@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from benchmarks.studies.ablation import CPU
 from benchmarks.studies.common import GPU, Study, replica, serve
-from paceline.sim.report import text_table
+from paceline.sim.report.table import text_table
 from paceline.sim.step_times.base import StepTimes
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 
 __all__ = ["STUDY"]
 

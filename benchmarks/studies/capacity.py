@@ -27,7 +27,7 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.report import text_table
+from paceline.sim.report.table import text_table
 from paceline.sim.simulator import Pool, Simulator
 
 __all__ = ["STUDY"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.studies.common import GPU, Machine, Study, replica, serve
-from paceline.sim.report import text_table
-from paceline.sim.workload import open_workload
+from paceline.sim.report.table import text_table
+from paceline.sim.workload.spec import open_workload
 
 __all__ = ["STUDY"]
 

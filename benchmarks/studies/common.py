@@ -21,7 +21,8 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.routing.routers import LeastOutstanding
 from paceline.sim.arrival import Arrival
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.report import Metrics, StepWatcher
+from paceline.sim.report.metrics import Metrics
+from paceline.sim.report.steps import StepWatcher
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator, Totals
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.step_times.models import ModelShape

@@ -16,10 +16,13 @@ from typing import Any
 
 from benchmarks.studies.common import BLOCK_SIZE, KV_BYTES, PLAIN, Machine, Study, replica, serve
 from paceline.routing.routers import LeastOutstanding
-from paceline.sim.plan import Target, estimate_split, highest_rate
-from paceline.sim.report import Summary, plot_curves, text_table
+from paceline.sim.plan.search import Target, highest_rate
+from paceline.sim.plan.split import estimate_split
+from paceline.sim.report.metrics import Summary
+from paceline.sim.report.plots import plot_curves
+from paceline.sim.report.table import text_table
 from paceline.sim.simulator import Disaggregation, KVTransfer, Pool
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 
 __all__ = ["STUDY"]
 

@@ -22,7 +22,7 @@ from benchmarks.studies.common import Study
 from benchmarks.studies.futures import Promise, Run
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.report import text_table
+from paceline.sim.report.table import text_table
 
 __all__ = ["STUDY", "run_of"]
 

@@ -29,7 +29,7 @@ from paceline.core.request import Request
 from paceline.sim.arrival import Arrival
 from paceline.sim.prompts import PromptMaker
 from paceline.sim.replica import Job, Replica, ReplicaConfig
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 
 __all__ = ["Promise", "Run"]
 

@@ -15,12 +15,11 @@ from benchmarks.studies.common import Run, Study, replica, serve
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput
 from paceline.sim.arrival import Arrival
-from paceline.sim.plan import PRESETS, plan_memory
-from paceline.sim.plan.memory import MemoryPlan
-from paceline.sim.report import text_table
+from paceline.sim.plan.memory import PRESETS, MemoryPlan, plan_memory
+from paceline.sim.report.table import text_table
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.step_times.models import ModelShape
-from paceline.sim.workload import Lognormal
+from paceline.sim.workload.lengths import Lognormal
 
 __all__ = ["STUDY"]
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.common import PLAIN, Run, Study, replica, serve
-from paceline.sim.report import plot_cdfs, text_table
-from paceline.sim.workload import open_workload
+from paceline.sim.report.plots import plot_cdfs
+from paceline.sim.report.table import text_table
+from paceline.sim.workload.spec import open_workload
 
 __all__ = ["STUDY"]
 

@@ -19,8 +19,8 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES, FcfsPolicy, PolicyContext
 from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.request import Request, RequestStatus
-from paceline.sim.report import text_table
-from paceline.sim.workload import open_workload
+from paceline.sim.report.table import text_table
+from paceline.sim.workload.spec import open_workload
 
 __all__ = ["STUDY"]
 

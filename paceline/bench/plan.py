@@ -21,7 +21,9 @@ import msgspec
 
 from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
-from paceline.sim.workload import limit, open_trace, open_workload
+from paceline.sim.workload.shaping import limit
+from paceline.sim.workload.spec import open_workload
+from paceline.sim.workload.traces import open_trace
 
 __all__ = ["ARRIVALS", "ENDPOINTS", "Bodies", "Plan", "PromptFile", "Words"]
 
@@ -99,19 +101,17 @@ class Plan:
             number = _NUMBER
         # a closed loop sends when it can, so the times do not matter
         times = f"rate={rate or 1.0!r},cv={cv!r},n={number or 10**9}"
-        name, block = trace, 512
-        stream: Iterable[Arrival]
+        name = trace
         if not trace:
             name = f"synthetic:{times},prompt={input_len},output={output_len}"
-            stream = open_workload(name, seed=seed)
         elif rate is not None:
             name = f"lengths:{trace}?{times}"
-            stream = open_workload(name, seed=seed)
-        elif concurrency is not None and Path(trace).is_file():
+        stream: Iterable[Arrival]
+        if name == trace and concurrency is not None and Path(trace).is_file():
             read = open_trace(Path(trace), timed=False)
             stream, block = _Restartable(read), read.prefix_block
         else:
-            workload = open_workload(trace, seed=seed)
+            workload = open_workload(name, seed=seed)
             stream, block = workload, workload.prefix_block
         seconds = None if concurrency is not None else duration
         limited = _Limited(stream, number, seconds, (ttft, tpot, e2e))

@@ -41,7 +41,7 @@ from paceline.gateway.upstreams.dialects import anthropic_type
 from paceline.gateway.upstreams.registry import UpstreamRegistry
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import KeyRing
-from paceline.http.rate_limits import Hold, RateLimiter
+from paceline.http.rate_limits.limiter import Hold, RateLimiter
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import SlowReaders

@@ -13,8 +13,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 import paceline
-from paceline.http.rate_limits import KeyLimits
-from paceline.http.rate_limits.rates import Window
+from paceline.http.rate_limits.rates import KeyLimits, Window
 from paceline.server.generation.service import Service
 
 __all__ = ["MOST_KEYS", "operations"]

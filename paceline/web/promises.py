@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol
 
-from paceline.server.observability.snapshot import Frame, Scrape, make_frame
+from paceline.server.observability.snapshot.frame import Frame, make_frame
+from paceline.server.observability.snapshot.scrape import Scrape
 
 __all__ = ["WINDOWS", "Promises", "Readable"]
 

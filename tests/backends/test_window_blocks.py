@@ -23,7 +23,7 @@ from paceline.checkpoints.open import open_checkpoint
 from paceline.core.outputs import BlockSwap, RequestUpdate, WindowBlock
 from paceline.core.request import Request
 from paceline.errors import ConfigError
-from paceline.sim.plan import plan_memory
+from paceline.sim.plan.memory import plan_memory
 from tests.backends.conftest import load
 from tests.backends.torch.models import VOCAB, save_model
 from tests.driving import Driver, make_request

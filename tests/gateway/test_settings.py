@@ -13,7 +13,7 @@ import pytest
 
 from paceline.gateway import ModelConfig
 from paceline.http.keys import ApiKey, KeyRing
-from paceline.http.rate_limits import Rate
+from paceline.http.rate_limits.rates import Rate
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,

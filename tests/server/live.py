@@ -30,7 +30,7 @@ from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.http.bounds import Bounds
 from paceline.http.keys import ApiKey
-from paceline.http.rate_limits import KeyLimits, parse_override
+from paceline.http.rate_limits.rates import KeyLimits, parse_override
 from paceline.server import ServerConfig, serve
 from paceline.server.lifecycle import bind
 from paceline.server.settings.batch_config import BatchConfig

@@ -16,7 +16,7 @@ from paceline.engine.local import LocalEngineClient
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.http.bounds import Bounds, check_json_depth, check_json_items
 from paceline.http.keys import ApiKey
-from paceline.http.rate_limits import Rate
+from paceline.http.rate_limits.rates import Rate
 from paceline.server import ServerConfig, create_app
 from paceline.server.batches.lines import read_lines
 from paceline.server.transport.errors import OLLAMA_PREFIX

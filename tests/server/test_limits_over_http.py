@@ -15,7 +15,8 @@ import pytest
 from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.engine.testing import null_client
 from paceline.http.keys import ApiKey
-from paceline.http.rate_limits import KeyLimits, Rate, caller_of
+from paceline.http.rate_limits.limiter import caller_of
+from paceline.http.rate_limits.rates import KeyLimits, Rate
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of
 from paceline.server.settings.batch_config import BatchConfig

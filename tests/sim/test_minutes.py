@@ -19,7 +19,7 @@ from paceline.sim.recording import Recording
 from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.step_times.recorded import RecordedStepTimes, step_intervals
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 from paceline.timeline.codec import encode, headers
 from paceline.timeline.collect import Collector
 from paceline.timeline.events import Done, FrameType, Plan, Told

@@ -13,7 +13,7 @@ from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 
 SECONDS = 25.0
 # requests a second that one replica just serves in time for so long, batch work being put off until

@@ -6,7 +6,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 from paceline.timeline.codec import Decoder
 from paceline.timeline.collect import Frames
 

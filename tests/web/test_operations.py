@@ -10,7 +10,7 @@ import pytest
 
 from paceline.engine.local import LocalEngineClient
 from paceline.http.keys import ApiKey
-from paceline.http.rate_limits import KeyLimits, Rate
+from paceline.http.rate_limits.rates import KeyLimits, Rate
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.settings.config import GivenSetting

@@ -15,7 +15,8 @@ from paceline.engine.testing import null_client
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
-from paceline.server.observability.snapshot import Scrape, make_frame, parse_metrics
+from paceline.server.observability.snapshot.frame import make_frame
+from paceline.server.observability.snapshot.scrape import Scrape, parse_metrics
 from paceline.web.promises import Promises
 from paceline.web.routes import ui_router
 from tests.cli.watch.test_top import counts, scrape

@@ -12,8 +12,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
+from paceline.errors import ConfigError
 from paceline.renamed import is_now
 
 __all__ = [
@@ -22,11 +23,13 @@ __all__ = [
     "bounded_int",
     "byte_count",
     "json_object",
+    "parts_of",
     "shown_bytes",
     "size_list",
     "weights_by_name",
 ]
 
+_T = TypeVar("_T")
 _UNITS = {
     "B": 1,
     "KIB": 2**10,
@@ -181,6 +184,14 @@ def bounded_float(low: float, high: float = math.inf) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def parts_of(text: str, parse: Callable[[str], _T], flag: str) -> list[_T]:
+    """Parse what stands between commas, where a flag's type cannot. Raises ConfigError."""
+    try:
+        return [parse(part.strip()) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def weights_by_name(text: str) -> dict[str, float]:

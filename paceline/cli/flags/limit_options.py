@@ -10,7 +10,7 @@ from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, byt
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.http.rate_limits import Rate
+    from paceline.http.rate_limits.rates import Rate
 
 __all__ = ["add_limit_options", "limit_settings"]
 
@@ -28,7 +28,7 @@ _BOUNDS: Final = {
 
 def rate(text: str) -> Rate:
     # imported here, as everywhere in this package: other commands need no server
-    from paceline.http.rate_limits import Rate
+    from paceline.http.rate_limits.rates import Rate
 
     try:
         return Rate.parse(text)
@@ -165,7 +165,7 @@ def add_limit_options(parser: Parser) -> None:
 def limit_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return fields of ServerConfig. Raises ConfigError."""
     from paceline.http.bounds import Bounds
-    from paceline.http.rate_limits import KeyLimits
+    from paceline.http.rate_limits.rates import KeyLimits
 
     given = {name: getattr(args, flag) for flag, name in _BOUNDS.items()}
     return {

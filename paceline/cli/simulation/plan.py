@@ -16,7 +16,7 @@ from paceline.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:
     from paceline.backends.loading.memory_estimate import ServedMemory
-    from paceline.sim.plan import MemoryPlan
+    from paceline.sim.plan.memory import MemoryPlan
 
 __all__ = ["MemoryQuestion", "add_parser"]
 
@@ -208,7 +208,7 @@ def _of_model(
 ) -> tuple[float | None, float | None]:
     """Return the bytes of weights and of a token's keys and values: those of flags, else of what
     ``serve`` takes, else of the model's shape."""
-    from paceline.sim.plan import find_model
+    from paceline.sim.plan.models import find_model
 
     weights, per_token = args.weights, args.kv_per_token
     if args.model:
@@ -241,7 +241,7 @@ class MemoryQuestion:
     def of(cls, args: argparse.Namespace) -> MemoryQuestion:
         """Fill in what flags leave open. Raises ConfigError for flags that do not go together, or
         where numbers are missing."""
-        from paceline.sim.plan import PRESETS
+        from paceline.sim.plan.memory import PRESETS
         from paceline.sim.step_times.roofline import HardwareCard
 
         served = _served(args) if args.model else None
@@ -288,7 +288,7 @@ class MemoryQuestion:
 
     def plan(self) -> MemoryPlan:
         """Answer the question."""
-        from paceline.sim.plan import plan_memory
+        from paceline.sim.plan.memory import plan_memory
 
         numbers, (draft_weights, draft_per_token) = self.numbers, self.draft_bytes
         windowed = self.served if self._has_served_values and self.draft is None else None
@@ -396,8 +396,8 @@ def _add_batching(plans: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _run_batching(args: argparse.Namespace) -> int:
-    from paceline.sim.plan import estimate_batching
-    from paceline.sim.workload import parse_lengths
+    from paceline.sim.plan.batching import estimate_batching
+    from paceline.sim.workload.spec import parse_lengths
 
     lengths = parse_lengths(args.outputs)
     rng = random.Random(args.seed)
@@ -455,9 +455,10 @@ def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _run_split(args: argparse.Namespace) -> int:
-    from paceline.sim.plan import estimate_split, find_model
+    from paceline.sim.plan.models import find_model
+    from paceline.sim.plan.split import estimate_split
     from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
-    from paceline.sim.workload import parse_seconds
+    from paceline.sim.workload.spec import parse_seconds
 
     card = HardwareCard.named(args.hardware)
     times = RooflineStepTimes(

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int
+from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, parts_of
 from paceline.cli.flags.plugins import load_policy
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.sim.plan import FleetAnswer, FleetOption
+    from paceline.sim.plan.fleet import FleetAnswer, FleetOption
     from paceline.sim.step_times.models import ModelShape
 
 __all__ = ["add_model_shape", "add_parser", "given_shapes"]
@@ -90,9 +90,12 @@ def given_shapes(args: argparse.Namespace) -> tuple[ModelShape, ...]:
 
 
 def _run_fleet(args: argparse.Namespace) -> int:
-    from paceline.sim.plan import Target, best_fleet
-    from paceline.sim.report import text_table
-    from paceline.sim.workload import SloMix, Workload, open_workload, parse_seconds, with_classes
+    from paceline.sim.plan.fleet import best_fleet
+    from paceline.sim.plan.search import Target
+    from paceline.sim.report.table import text_table
+    from paceline.sim.workload.base import Workload
+    from paceline.sim.workload.shaping import SloMix, with_classes
+    from paceline.sim.workload.spec import open_workload, parse_seconds
 
     policies: list[str | None] = args.policy.split(",") if args.policy else [None]
     for policy in policies:
@@ -107,16 +110,15 @@ def _run_fleet(args: argparse.Namespace) -> int:
         workload = Workload(
             source.name, source.prefix_block, lambda: with_classes(source, mix, args.seed)
         )
+    budgets: list[int | None] = [None]
+    if args.max_num_batched_tokens:
+        flag = "--max-num-batched-tokens"
+        budgets = [*parts_of(args.max_num_batched_tokens, bounded_int(1), flag)]
     options = [
-        replace(
-            option,
-            policy=policy,
-            max_num_batched_tokens=_whole(tokens) if tokens else None,
-            router=args.router,
-        )
+        replace(option, policy=policy, max_num_batched_tokens=budget, router=args.router)
         for option in _kinds(args)
         for policy in policies
-        for tokens in (args.max_num_batched_tokens or "").split(",")
+        for budget in budgets
     ]
     unfit: list[tuple[str, str]] = []
     answers = best_fleet(
@@ -171,17 +173,18 @@ def _run_fleet(args: argparse.Namespace) -> int:
 
 def _kinds(args: argparse.Namespace) -> list[FleetOption]:
     """Return the kinds of replica, with their prices."""
-    from paceline.sim.plan import FleetOption, find_model
+    from paceline.sim.plan.fleet import FleetOption
+    from paceline.sim.plan.models import find_model
     from paceline.sim.step_times.roofline import HardwareCard
     from paceline.sim.step_times.spec import open_step_times
 
     if bool(args.step_times) == bool(args.model and args.hardware):
         raise ConfigError("needs either --step-times, or --model and --hardware")
-    gpus = [_whole(text) for text in args.gpus.split(",")]
+    gpus = parts_of(args.gpus, bounded_int(1), "--gpus")
     names = [args.step_times] if args.step_times else args.hardware.split(",")
     prices: list[float | None] = [None] * len(names)
     if args.price_per_hour:
-        prices = [_number(text) for text in args.price_per_hour.split(",")]
+        prices = [*parts_of(args.price_per_hour, bounded_float(0.0), "--price-per-hour")]
     if len(prices) != len(names):
         raise ConfigError(
             f"--price-per-hour has {len(prices)} prices for {len(names)} kinds of hardware"
@@ -204,17 +207,3 @@ def _kinds(args: argparse.Namespace) -> list[FleetOption]:
 def _never(answer: FleetAnswer, most: int) -> str:
     """Say why no size was found: all were tried, or none had to be."""
     return f"more than {most}" if answer.found.tried else "none will do"
-
-
-def _number(text: str) -> float:
-    try:
-        return bounded_float(0.0)(text)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--price-per-hour: {error}") from None
-
-
-def _whole(text: str) -> int:
-    try:
-        return bounded_int(1)(text)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"a list of whole numbers: {error}") from None

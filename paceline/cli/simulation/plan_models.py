@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, byte_count, parts_of
 from paceline.cli.simulation import plan_fleet
 from paceline.errors import ConfigError
 
@@ -70,10 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     from paceline.sim.step_times.models import known_models
 
     sizes = [part.strip() for part in args.memory.split(",")]
-    try:
-        memories = [byte_count(size) for size in sizes]
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--memory: {error}") from None
+    memories = parts_of(args.memory, byte_count, "--memory")
     shapes = sorted(
         {shape.name: shape for shape in (*known_models(), *plan_fleet.given_shapes(args))}.values(),
         key=lambda shape: shape.num_parameters,
@@ -112,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _fit(shape: ModelShape, memory: int, mean_len: float, wanted: int) -> _Fit:
-    from paceline.sim.plan import plan_memory
+    from paceline.sim.plan.memory import plan_memory
 
     for name, per_weight in _FORMATS:
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int
+from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, parts_of
 from paceline.cli.flags.plugins import load_policy, policy_names
 from paceline.cli.flags.scheduling_options import (
     ADMISSION,
@@ -188,7 +188,7 @@ class _Result:
 
 def run(args: argparse.Namespace) -> int:
     policies: list[str | None] = args.policy.split(",") if args.policy else [None]
-    speedups = [_speedup(text) for text in args.speedup.split(",")]
+    speedups = parts_of(args.speedup, bounded_float(1e-6), "--speedup")
     points = [_Point(args, policy, speedup) for policy in policies for speedup in speedups]
     if args.timeline is not None and len(points) > 1:
         raise ConfigError(f"--timeline shows one simulation, but {len(points)} are asked for")
@@ -226,13 +226,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _chances(text: str) -> tuple[float, ...]:
     return tuple(bounded_float(0.0, 1.0)(part) for part in text.split(","))
-
-
-def _speedup(text: str) -> float:
-    try:
-        return bounded_float(1e-6)(text)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--speedup: {error}") from None
 
 
 def _plot(path: Path, results: list[_Result]) -> None:

@@ -12,7 +12,7 @@ from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.settings.prices import Used
-from paceline.http.rate_limits import Hold, RateLimiter
+from paceline.http.rate_limits.limiter import Hold, RateLimiter
 
 __all__ = ["Admission", "Admitted", "tokens_of"]
 

@@ -16,7 +16,7 @@ from paceline.gateway.requests.prompt_size import PromptSize
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.settings.engine_types import TEXT_PATHS
 from paceline.gateway.settings.prices import Prices
-from paceline.http.rate_limits import Want
+from paceline.http.rate_limits.rates import Want
 
 __all__ = ["Lengths", "Plan", "endpoints_of"]
 

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.http.encodings import check_plain
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.keys import ApiKey, KeyRing, credentials
-from paceline.http.rate_limits import RateLimiter, Ticket, caller_of
+from paceline.http.rate_limits.limiter import RateLimiter, Ticket, caller_of
 from paceline.http.upstream import Headers
 
 __all__ = ["IncomingRequest"]

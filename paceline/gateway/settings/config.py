@@ -32,7 +32,7 @@ from paceline.gateway.settings.aliases import Aliases, is_alias
 from paceline.gateway.settings.prices import Budget, Price, Prices, parse_amount
 from paceline.http.fields import BYTE_ORDER_MARK, show_url
 from paceline.http.otlp import check_endpoint
-from paceline.http.rate_limits import KeyLimits, Rate
+from paceline.http.rate_limits.rates import KeyLimits, Rate
 from paceline.http.rate_limits.store import check_storage_url
 from paceline.renamed import is_now
 

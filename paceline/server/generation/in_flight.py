@@ -6,7 +6,7 @@ import heapq
 from dataclasses import dataclass
 
 from paceline.engine.types import GenerationRequest
-from paceline.server.observability.metrics import RequestObserver
+from paceline.server.observability.metrics.requests import RequestObserver
 
 __all__ = ["Entry", "UnderWay"]
 

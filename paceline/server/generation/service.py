@@ -19,7 +19,7 @@ from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.errors import EngineDeadError, EngineDrainingError, EngineError, InvalidRequestError
 from paceline.http.keys import KeyRing
-from paceline.http.rate_limits import RateLimiter, Tally, current_ticket
+from paceline.http.rate_limits.limiter import RateLimiter, Tally, current_ticket
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import Shortcut
 from paceline.http.slow_readers import SlowReaders
@@ -29,8 +29,9 @@ from paceline.server.generation.response_store import ResponseStore
 from paceline.server.generation.run import RunObserver, merged, run_one
 from paceline.server.model_formats.reasoning import REASONING_FORMATS, Thinking, detect_reasoning
 from paceline.server.model_formats.tool_formats import TOOL_FORMATS, detect_format
-from paceline.server.observability.metrics import RequestObserver, ServerMetrics
 from paceline.server.observability.metrics.faults import FaultCollector
+from paceline.server.observability.metrics.requests import RequestObserver
+from paceline.server.observability.metrics.server import ServerMetrics
 from paceline.server.observability.metrics.tenants import TenantObserver
 from paceline.server.observability.tracing import Tracing
 from paceline.server.protocol.earlier_calls import wants_short_ids

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.sim.report import Summary
+from paceline.sim.report.metrics import Summary
 
 __all__ = ["Found", "Target", "highest_rate", "smallest_fleet"]
 

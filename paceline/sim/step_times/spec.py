@@ -165,7 +165,7 @@ def _profile(spec: str, parts: Sequence[str], models: Sequence[ModelShape]) -> S
 
 
 def _seconds(text: str) -> float:
-    from paceline.sim.workload import parse_seconds
+    from paceline.sim.workload.spec import parse_seconds
 
     return parse_seconds(text)
 

@@ -14,7 +14,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.sim.arrival import Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 
 JUDGED = range(40, 90)
 

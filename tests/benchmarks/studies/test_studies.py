@@ -8,7 +8,7 @@ from benchmarks.studies import budget, coalescing
 from benchmarks.studies.__main__ import NAMES, load
 from benchmarks.studies.common import GPU
 from benchmarks.studies.page import DOCS, fill, tables_of
-from paceline.sim.report import text_table
+from paceline.sim.report.table import text_table
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.limit_options import add_limit_options, limit_settings
 from paceline.errors import ConfigError
 from paceline.http.bounds import Bounds
-from paceline.http.rate_limits import KeyLimits, Rate
+from paceline.http.rate_limits.rates import KeyLimits, Rate
 from paceline.server import ServerConfig
 
 

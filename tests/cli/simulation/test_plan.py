@@ -16,7 +16,7 @@ from paceline.checkpoints.gguf.container import read_gguf
 from paceline.cli.flags.plugins import GROUP
 from paceline.cli.main import main
 from paceline.core.policies import POLICIES
-from paceline.sim.plan import find_model
+from paceline.sim.plan.models import find_model
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
 from tests.backends.torch.heads import save_eagle3

@@ -23,7 +23,7 @@ from paceline.cli.watch.top.gateway_frame import EngineRow, make_gateway_frame
 from paceline.cli.watch.top.gateway_view import render_gateway
 from paceline.cli.watch.top.scrape import Source
 from paceline.cli.watch.top.watch import Seen
-from paceline.server.observability.snapshot import Scrape, parse_metrics
+from paceline.server.observability.snapshot.scrape import Scrape, parse_metrics
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 from tests.cli.watch.test_top import AFTER, BEFORE
@@ -172,7 +172,7 @@ def test_eighty_columns_are_enough() -> None:
 
 
 def test_several_addresses_have_a_row_each() -> None:
-    from paceline.server.observability.snapshot import make_frame
+    from paceline.server.observability.snapshot.frame import make_frame
 
     frame = make_frame(BEFORE, AFTER)
     seen = [

@@ -24,7 +24,7 @@ from paceline.gateway.billing.ledger import Ledger
 from paceline.gateway.settings.config import KeyConfig, PriceConfig
 from paceline.gateway.settings.prices import Budget, Used, show_amount
 from paceline.http.keys import ApiKey
-from paceline.http.rate_limits import Want
+from paceline.http.rate_limits.rates import Want
 from paceline.http.rate_limits.store import RateStore
 from tests.gateway.counting_engine import CountingEngine, counting, prompt_tokens
 from tests.gateway.fault_server import Step, scripted

@@ -23,7 +23,7 @@ from paceline.gateway.settings.config import KeyConfig, PriceConfig, parse_confi
 from paceline.gateway.settings.prices import Budget, Price, Prices, Used, parse_amount, show_amount
 from paceline.http.errors import HttpError
 from paceline.http.keys import ApiKey
-from paceline.http.rate_limits import Want
+from paceline.http.rate_limits.rates import Want
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,

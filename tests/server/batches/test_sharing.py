@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.http.keys import ApiKey
-from paceline.http.rate_limits import KeyLimits, Rate
+from paceline.http.rate_limits.rates import KeyLimits, Rate
 from paceline.server import ServerConfig
 from paceline.server.batches.store import BatchStore
 from tests.server.batches.serving import ALICE, BOB, KEYS, URL, Server, line, running

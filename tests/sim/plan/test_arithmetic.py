@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.sim.plan import (
-    PRESETS,
-    estimate_batching,
-    expected_longest,
-    find_model,
-    plan_memory,
-)
+from paceline.sim.plan.batching import estimate_batching, expected_longest
+from paceline.sim.plan.memory import PRESETS, plan_memory
+from paceline.sim.plan.models import find_model
 from tests.backends.torch.models import save_model
 
 

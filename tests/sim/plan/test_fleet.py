@@ -8,9 +8,11 @@ from functools import cache
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.sim.plan import FleetOption, Target, best_fleet, find_model, run_fleet
+from paceline.sim.plan.fleet import FleetOption, best_fleet, run_fleet
+from paceline.sim.plan.models import find_model
+from paceline.sim.plan.search import Target
 from paceline.sim.step_times.roofline import HardwareCard
-from paceline.sim.workload import open_workload
+from paceline.sim.workload.spec import open_workload
 
 MODEL = find_model("llama-3.1-8b")
 H100 = FleetOption.of_hardware(HardwareCard.named("H100-SXM"), MODEL)

@@ -9,8 +9,9 @@ import pytest
 from paceline.core.outputs import SchedulerOutput
 from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival, Served
-from paceline.sim.plan import Target, estimate_split, highest_rate, smallest_fleet
-from paceline.sim.report import Metrics, Summary
+from paceline.sim.plan.search import Target, highest_rate, smallest_fleet
+from paceline.sim.plan.split import estimate_split
+from paceline.sim.report.metrics import Metrics, Summary
 
 
 def run_with(attainment: float) -> Summary:

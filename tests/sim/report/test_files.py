@@ -10,7 +10,9 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival, Served
-from paceline.sim.report import Metrics, StepEvent, TimelineWriter, plot_cdfs, plot_curves
+from paceline.sim.report.metrics import Metrics
+from paceline.sim.report.plots import plot_cdfs, plot_curves
+from paceline.timeline.chrome import StepEvent, TimelineWriter
 
 
 def test_timeline_is_valid_and_complete(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from paceline.sim.arrival import Arrival, Served
-from paceline.sim.report import Metrics, cost_per_million, side_by_side
+from paceline.sim.report.metrics import Metrics, cost_per_million
+from paceline.sim.report.table import side_by_side
 
 
 def served(

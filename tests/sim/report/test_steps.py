@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
-from paceline.sim.report import Metrics, StepWatcher, TimelineWriter
+from paceline.sim.report.metrics import Metrics
+from paceline.sim.report.steps import StepWatcher
+from paceline.timeline.chrome import TimelineWriter
 
 
 def plan(

@@ -11,7 +11,7 @@ from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 from paceline.sim.step_times.profile import GraphPadding, Interconnect, ProfileStepTimes
 from paceline.sim.step_times.spec import open_step_times
-from paceline.sim.vllm_runs import step_times
+from paceline.sim.vllm_runs.prediction import step_times
 from tests.sim.step_times.profiles import MODEL, write_profile
 from tests.sim.step_times.test_profile import plan
 from tests.sim.vllm_runs.test_prediction import toy_run

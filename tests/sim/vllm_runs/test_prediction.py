@@ -13,16 +13,9 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.step_times.profile import GraphPadding, Interconnect
-from paceline.sim.vllm_runs import (
-    HostTime,
-    Measured,
-    VllmRun,
-    find_runs,
-    for_run,
-    measure,
-    predict,
-    step_times,
-)
+from paceline.sim.vllm_runs.host import HostTime, for_run, measure
+from paceline.sim.vllm_runs.prediction import predict, step_times
+from paceline.sim.vllm_runs.runs import Measured, VllmRun, find_runs
 from tests.sim.step_times.profiles import MODEL, write_profile
 from tests.sim.step_times.test_experts import EXPERTS, write_experts
 

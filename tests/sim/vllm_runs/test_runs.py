@@ -10,7 +10,8 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape
-from paceline.sim.vllm_runs import VllmRun, find_runs, predict
+from paceline.sim.vllm_runs.prediction import predict
+from paceline.sim.vllm_runs.runs import VllmRun, find_runs
 from tests.sim.vllm_runs.folders import write_run
 
 

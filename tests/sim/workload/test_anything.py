@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.sim.workload import open_trace, open_workload
+from paceline.sim.workload.spec import open_workload
+from paceline.sim.workload.traces import open_trace
 
 CELL = st.one_of(
     st.integers(-5, 10**20).map(str),

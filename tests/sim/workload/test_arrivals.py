@@ -8,7 +8,9 @@ from random import Random
 
 import pytest
 
-from paceline.sim.workload import (
+from paceline.sim.workload.arrivals import client_arrivals, diurnal, draw_clients, renewal
+from paceline.sim.workload.base import WorkloadError
+from paceline.sim.workload.lengths import (
     Bimodal,
     Empirical,
     Fixed,
@@ -16,11 +18,6 @@ from paceline.sim.workload import (
     Lognormal,
     Scaled,
     Uniform,
-    WorkloadError,
-    client_arrivals,
-    diurnal,
-    draw_clients,
-    renewal,
 )
 
 

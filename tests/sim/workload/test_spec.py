@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline.sim.arrival import Arrival
-from paceline.sim.workload import WorkloadError, open_workload, parse_seconds
+from paceline.sim.workload.base import WorkloadError
+from paceline.sim.workload.spec import open_workload, parse_seconds
 
 BASE = "synthetic:rate=10,prompt=fixed(1000),output=fixed(100),n=400"
 

@@ -13,7 +13,8 @@ import pytest
 
 from paceline.sim.arrival import Arrival
 from paceline.sim.recording import Recording
-from paceline.sim.workload import WorkloadError, open_trace, read_lengths
+from paceline.sim.workload.base import WorkloadError
+from paceline.sim.workload.traces import open_trace, read_lengths
 from tests.engine.test_recorder import run as record
 
 SAMPLES = Path(__file__).parents[4] / "shared/traces"

@@ -127,7 +127,7 @@ def _plain(seen: Sequence[Seen]) -> dict[str, Any]:
 def _render(seen: Sequence[Seen]) -> RenderableType:
     from paceline.cli.watch.top.fleet_view import render_fleet
     from paceline.cli.watch.top.view import render
-    from paceline.server.observability.snapshot import Frame
+    from paceline.server.observability.snapshot.frame import Frame
 
     (first, *more) = seen
     if not more and isinstance(first.frame, Frame):

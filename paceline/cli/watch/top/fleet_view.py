@@ -13,7 +13,7 @@ from paceline.cli.watch.top.gateway_view import render_gateway
 from paceline.cli.watch.top.numbers import coloured, percent, time_of
 from paceline.cli.watch.top.panels import headed_table
 from paceline.cli.watch.top.watch import Seen
-from paceline.server.observability.snapshot import Frame
+from paceline.server.observability.snapshot.frame import Frame
 
 __all__ = ["render_fleet"]
 

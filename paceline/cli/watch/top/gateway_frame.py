@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.server.observability.snapshot import Growth, Quantiles, Scrape, ratio
+from paceline.server.observability.snapshot.growth import Growth, Quantiles, ratio
+from paceline.server.observability.snapshot.scrape import Scrape
 
 __all__ = ["EngineRow", "GatewayFrame", "KeyRow", "make_gateway_frame"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from paceline.server.observability.snapshot import Quantiles
+from paceline.server.observability.snapshot.growth import Quantiles
 
 __all__ = ["coloured", "pair_of", "percent", "plain", "time_of"]
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.cli.watch.top.numbers import coloured, pair_of, percent, plain, time_of
 from paceline.cli.watch.top.panels import Lines, first_rows, headed_table
-from paceline.server.observability.snapshot import Frame
+from paceline.server.observability.snapshot.frame import Frame
 
 __all__ = ["render"]
 

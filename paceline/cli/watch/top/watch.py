@@ -10,7 +10,8 @@ from typing import Any
 from paceline.cli.watch.top.gateway_frame import GatewayFrame, make_gateway_frame
 from paceline.cli.watch.top.scrape import Source
 from paceline.errors import ConfigError
-from paceline.server.observability.snapshot import Frame, Scrape, make_frame, parse_metrics
+from paceline.server.observability.snapshot.frame import Frame, make_frame
+from paceline.server.observability.snapshot.scrape import Scrape, parse_metrics
 
 __all__ = ["Seen", "Watch"]
 

@@ -6,8 +6,3 @@
 
 docs/operate/metrics.md lists every family; a test compares it with what is served.
 """
-
-from paceline.server.observability.metrics.requests import RequestObserver
-from paceline.server.observability.metrics.server import ServerMetrics
-
-__all__ = ["RequestObserver", "ServerMetrics"]

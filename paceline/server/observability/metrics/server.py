@@ -16,7 +16,7 @@ from paceline.server.observability.metrics.requests import RequestMetrics
 from paceline.server.observability.metrics.tenants import TenantMetrics
 
 if TYPE_CHECKING:
-    from paceline.server.observability.snapshot import Scrape
+    from paceline.server.observability.snapshot.scrape import Scrape
 
 __all__ = ["CONTENT_TYPE", "ServerMetrics"]
 
@@ -122,7 +122,7 @@ class ServerMetrics:
     def read(self) -> Scrape:
         """Return this server's own families as ``render`` shows them, without writing and parsing
         text; the time is this process's monotonic clock's."""
-        from paceline.server.observability.snapshot import Scrape
+        from paceline.server.observability.snapshot.scrape import Scrape
 
         now = time.monotonic()
         self._refresh(now)
@@ -133,7 +133,7 @@ class ServerMetrics:
 
     def at_start(self) -> Scrape:
         """Return the reading before anything happened."""
-        from paceline.server.observability.snapshot import Scrape
+        from paceline.server.observability.snapshot.scrape import Scrape
 
         return Scrape(self._started, {})
 
