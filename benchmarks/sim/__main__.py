@@ -55,8 +55,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
 from paceline.sim.arrival import Arrival, Served
-from paceline.sim.decisions import DecisionLog
-from paceline.sim.live import run_live
+from paceline.sim.live import DecisionLog, run_live
 from paceline.sim.recording import Recording
 from paceline.sim.replica import Delays, ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator, Totals

@@ -31,7 +31,7 @@ from benchmarks.studies.switches import SWITCHES, Switch
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.routing.routers import LeastOutstanding
-from paceline.sim.decisions import DecisionLog
+from paceline.sim.live import DecisionLog
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.metrics import Metrics
 from paceline.sim.report.table import text_table

@@ -8,9 +8,8 @@ from starlette.requests import Request
 
 from paceline.errors import InvalidRequestError
 from paceline.http.bounds import MAX_JSON_DEPTH, Bounds, check_json_depth, check_json_items
-from paceline.http.encodings import check_plain
 from paceline.http.errors import ClientDisconnectedError, HttpError
-from paceline.http.fields import decode_object, show
+from paceline.http.fields import check_plain, decode_object, show
 
 __all__ = ["read_object"]
 

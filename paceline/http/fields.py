@@ -21,9 +21,11 @@ __all__ = [
     "check_integer",
     "check_number",
     "check_object",
+    "check_plain",
     "check_string",
     "check_token_ids",
     "decode_object",
+    "is_plain",
     "show",
     "show_url",
 ]
@@ -141,3 +143,20 @@ def check_token_ids(value: list[Any], name: str, vocab_size: int) -> list[int]:
             name,
         )
     return value
+
+
+# codings without effect on a body; "none" is not defined by HTTP, but some proxies send it
+_PLAIN: Final = frozenset({"", "identity", "none"})
+
+
+def is_plain(encoding: str) -> bool:
+    """Whether a body with this header, a list of codings, is sent unencoded."""
+    return all(coding.strip().lower() in _PLAIN for coding in encoding.split(","))
+
+
+def check_plain(encoding: str) -> None:
+    """Raise InvalidRequestError for a compressed body, which could unpack to any size."""
+    if not is_plain(encoding):
+        raise InvalidRequestError(
+            f"Content-Encoding {show(encoding)} is not served: send the body as it is"
+        )

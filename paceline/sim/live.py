@@ -1,11 +1,13 @@
 """The live engine in virtual time: the real ``EngineLoop`` and ``EngineCore`` over a backend that
-sleeps on a virtual clock. The simulator must agree with it, decision by decision.
+sleeps on a virtual clock. The simulator must agree with it, decision by decision: two drivers that
+plan alike have the same digest of decisions.
 
 This module does not know the simulator.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
@@ -20,13 +22,12 @@ from paceline.engine.process.messages import Add, ClientMessage, EngineMessage, 
 from paceline.engine.recorder import Recorder
 from paceline.engine.types import GenerationRequest
 from paceline.sim.arrival import Arrival
-from paceline.sim.decisions import DecisionLog
 from paceline.sim.prompts import VOCABULARY, PromptMaker
 from paceline.sim.replica import ReplicaConfig, slo_of
 from paceline.sim.speculation import drafter_maker
 from paceline.sim.step_times.base import StepTimes
 
-__all__ = ["run_live"]
+__all__ = ["DecisionLog", "run_live"]
 
 
 class _Clock:
@@ -166,3 +167,40 @@ def run_live(
     finally:
         core.close()
     return log
+
+
+class DecisionLog:
+    """Digest of plans, which are added in order.
+
+    All of a plan is hashed except the values of sampled tokens, which a simulation does not know.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.num_plans = 0
+
+    def add(self, plan: SchedulerOutput, now: float) -> None:
+        """Add a plan. ``now``: the scheduler's time when it made the plan, hashed to the
+        microsecond, since a clock that is moved by differences is off by the last bit."""
+        self.num_plans += 1
+        new = [
+            (
+                entry.request_id,
+                len(entry.token_ids),
+                entry.token_ids[: entry.num_prompt_tokens],
+                entry.block_ids,
+                entry.sampling.max_tokens,
+            )
+            for entry in plan.new_requests
+        ]
+        rows = [tuple(row) for row in plan.rows]
+        moved: tuple[object, ...] = (plan.block_copies, plan.swaps, plan.released)
+        # sources and numbers of drafts: a simulation does not know which tokens they are
+        drafts = [(draft.row, len(draft.token_ids)) for draft in plan.drafts]
+        moved = (*moved, drafts) if drafts else moved
+        decided = (plan.step_id, f"{now:.6f}", rows, new, moved, plan.num_tokens)
+        self._hash.update(repr(decided).encode())
+
+    def digest(self) -> str:
+        """Return the digest of all plans so far."""
+        return self._hash.hexdigest()

@@ -48,7 +48,7 @@ PLACES = {
     "engine/recorder.py": "",
     "gateway/billing/ledger.py": "",
     "server/batches/contents.py": "",
-    "server/batches/schema.py": "",
+    "server/batches/database.py": "",
     "server/batches/store.py": "",
     "timeline/chrome.py": "",
     "sim/report/plots.py": "",

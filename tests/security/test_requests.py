@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from paceline.engine.local import LocalEngineClient
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of
-from paceline.server.settings.batch_config import BatchConfig
+from paceline.server.settings.config import BatchConfig
 from tests.server.helpers import connect, scrape
 
 from .keys import ADMIN, KEYS, bearer

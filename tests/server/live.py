@@ -33,8 +33,7 @@ from paceline.http.keys import ApiKey
 from paceline.http.rate_limits.rates import KeyLimits, parse_override
 from paceline.server import ServerConfig, serve
 from paceline.server.lifecycle import bind
-from paceline.server.settings.batch_config import BatchConfig
-from paceline.server.settings.config import GivenSetting, WhatIfConfig
+from paceline.server.settings.config import BatchConfig, GivenSetting, WhatIfConfig
 from paceline.web.routes import ui_router
 from tests.engine.null_engine import ARGV
 from tests.server.helpers import VOCAB

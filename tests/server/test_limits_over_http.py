@@ -19,7 +19,7 @@ from paceline.http.rate_limits.limiter import caller_of
 from paceline.http.rate_limits.rates import KeyLimits, Rate
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of
-from paceline.server.settings.batch_config import BatchConfig
+from paceline.server.settings.config import BatchConfig
 from tests.server.helpers import (
     VOCAB,
     chat_body,

@@ -11,7 +11,7 @@ import pytest
 from paceline.engine.local import LocalEngineClient
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
-from paceline.server.settings.batch_config import BatchConfig
+from paceline.server.settings.config import BatchConfig
 from tests.server.helpers import chat_body, connect
 
 pytestmark = pytest.mark.anyio

@@ -13,8 +13,7 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
-from paceline.sim.decisions import DecisionLog
-from paceline.sim.live import run_live
+from paceline.sim.live import DecisionLog, run_live
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.cli.flags.arguments import bounded_int, byte_count
 
 if TYPE_CHECKING:
-    from paceline.server.settings.batch_config import BatchConfig
+    from paceline.server.settings.config import BatchConfig
 
 __all__ = ["add_batch_options", "batch_config"]
 
@@ -57,7 +57,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 
 def batch_config(args: argparse.Namespace, port: int) -> BatchConfig | None:
     """Return the settings of a server that listens on ``port``; None: batches are off."""
-    from paceline.server.settings.batch_config import BatchConfig
+    from paceline.server.settings.config import BatchConfig
 
     if args.batch_dir == OFF:
         return None

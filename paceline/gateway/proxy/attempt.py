@@ -17,7 +17,7 @@ from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.dialects import Translator
 from paceline.gateway.upstreams.refusals import cooldown_of, refusal_in
 from paceline.gateway.upstreams.standing import Outcome, outcome_of_refusal
-from paceline.http.encodings import is_plain
+from paceline.http.fields import is_plain
 from paceline.http.sse import SSE
 from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch

@@ -8,8 +8,8 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.http.encodings import check_plain
 from paceline.http.errors import ClientDisconnectedError, HttpError
+from paceline.http.fields import check_plain
 from paceline.http.keys import ApiKey, KeyRing, credentials
 from paceline.http.rate_limits.limiter import RateLimiter, Ticket, caller_of
 from paceline.http.upstream import Headers

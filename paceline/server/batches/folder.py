@@ -19,7 +19,7 @@ from paceline.http.errors import HttpError
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
 from paceline.server.generation.service import Service
-from paceline.server.settings.batch_config import BatchConfig
+from paceline.server.settings.config import BatchConfig
 
 __all__ = ["Batches"]
 

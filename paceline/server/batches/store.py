@@ -32,9 +32,8 @@ from paceline.errors import ConfigError
 from paceline.files import tighten
 from paceline.http.errors import HttpError
 from paceline.server.batches.contents import Contents, Part, StorageError, as_storage_errors
-from paceline.server.batches.database import Database
+from paceline.server.batches.database import BATCH_COLUMNS, FILE_COLUMNS, Database
 from paceline.server.batches.records import UNFINISHED, Batch, Result, StoredFile
-from paceline.server.batches.schema import BATCH_COLUMNS, FILE_COLUMNS
 
 __all__ = ["BatchStore"]
 

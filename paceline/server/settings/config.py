@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from paceline.core.ranges import Range, outside, ranges_of
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.errors import ConfigError, InvalidRequestError
@@ -20,11 +21,11 @@ from paceline.http.rate_limits.store import check_storage_url
 from paceline.http.tls import check_tls_files
 from paceline.server.model_formats.reasoning import REASONING_FORMATS
 from paceline.server.model_formats.tool_formats import TOOL_FORMATS
-from paceline.server.settings.batch_config import BatchConfig
 
 __all__ = [
     "MAX_METRICS_TENANTS",
     "MAX_MODEL_NAME_CHARS",
+    "BatchConfig",
     "GivenSetting",
     "ServerConfig",
     "WhatIfConfig",
@@ -38,6 +39,8 @@ MAX_METRICS_TENANTS: Final = 1000
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _HOST: Final = re.compile(r"(\*\.)?[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_SECONDS: Final = Range(0, below=True, too_low="0 or more seconds")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -77,6 +80,28 @@ class WhatIfConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """Settings of ``/v1/files`` and ``/v1/batches``. Raises ConfigError for a bad value."""
+
+    # created when the first file is stored
+    folder: Path
+    # refuse to start if the folder cannot be used; otherwise files and batches get 503
+    required: bool = False
+    # maximum size of one uploaded file, bytes
+    max_file_bytes: Annotated[int, Range(1)] = 200 * 2**20
+    # maximum size of all contents together, bytes
+    max_bytes: Annotated[int, Range(1)] = 10 * 2**30
+    # maximum requests of one batch
+    max_requests: Annotated[int, Range(1)] = 50_000
+    # lines, over all batches, that the engine works on at once; None: half of its max_num_seqs
+    concurrency: Annotated[int | None, Range(1)] = None
+
+    def __post_init__(self) -> None:
+        for _, message in outside(self, _BATCH_RANGES):
+            raise ConfigError(f"batches: {message}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Settings of one HTTP server. Raises ConfigError with the numbers for a bad value."""
 
@@ -84,13 +109,13 @@ class ServerConfig:
     # answers and metrics carry. Empty: the engine's name
     served_model_names: tuple[str, ...] = ()
     # seconds for which running requests may continue after SIGTERM before they are aborted
-    drain_timeout: float = 30.0
+    drain_timeout: Annotated[float, _SECONDS] = 30.0
     # maximum size of a request body, bytes; a larger one is refused with 413
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: Annotated[int, Range(1)] = 8 * 2**20
     # maximum choices (n) of one prompt; the engine's max_num_seqs bounds it too
-    max_choices: int = 128
+    max_choices: Annotated[int, Range(1)] = 128
     # maximum prompts of one completions request
-    max_prompts: int = 1024
+    max_prompts: Annotated[int, Range(1)] = 1024
     # defaults of a request, usually from generation_config.json: temperature, top_p, top_k, min_p,
     # repetition_penalty, and max_new_tokens as the default of max_tokens
     default_sampling: Mapping[str, float] = field(default_factory=dict)
@@ -99,7 +124,7 @@ class ServerConfig:
     # refuse chat and completions with fields that are not read, instead of naming them in a header
     strict_fields: bool = False
     # maximum log-probabilities a request may ask for at each position; -1: the whole vocabulary
-    max_logprobs: int = MAX_LOGPROBS
+    max_logprobs: Annotated[int, Range(-1, 2**31, below=True)] = MAX_LOGPROBS
     # serve GET /tokenizer_info, which shows the chat template
     enable_tokenizer_info: bool = False
     # add vLLM's per-request times to each answer
@@ -107,20 +132,20 @@ class ServerConfig:
     # targets by class name; they add to or replace the built-in classes
     slo_classes: Mapping[str, Slo] = field(default_factory=dict)
     # cost of the machine per hour, in any currency; 0: cost is not reported
-    price_per_hour: float = 0.0
+    price_per_hour: Annotated[float, Range(0, below=True)] = 0.0
     # tenants without keys that get metrics of their own, in order of arrival. Callers choose their
     # names, and every reader of metrics sees them
-    metrics_tenants: int = 0
+    metrics_tenants: Annotated[int, Range(0, MAX_METRICS_TENANTS)] = 0
     # how the model writes tool calls, a name of tool_formats; None: detected from its chat template
     tool_call_parser: str | None = None
     # how the model marks reasoning, a name of server/model_formats/reasoning.py, or "none":
     # reasoning is sent as text; None: detected from its chat template
     reasoning_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
-    sse_keep_alive: float = 15.0
+    sse_keep_alive: Annotated[float, _SECONDS] = 15.0
     # seconds for which a caller may leave more than a full buffer unread, unless it reads at 4
     # KiB/s; 0: unlimited
-    slow_reader_timeout: float = 60.0
+    slow_reader_timeout: Annotated[float, _SECONDS] = 60.0
     # PEM files of a certificate chain and its key, which the first may hold too; None: plain HTTP
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -157,6 +182,8 @@ class ServerConfig:
     given: tuple[GivenSetting, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        for _, message in outside(self, _RANGES):
+            raise ConfigError(message)
         _require(
             not self.served_model_names or "*" not in self.served_model_names[0],
             "the first served model name is the one that answers carry, so it may not hold *: got "
@@ -168,33 +195,6 @@ class ServerConfig:
                 f"a served model name must have 1 to {MAX_MODEL_NAME_CHARS} characters, "
                 f"got {len(name)}",
             )
-        _require(
-            math.isfinite(self.drain_timeout) and self.drain_timeout >= 0,
-            f"drain_timeout must be 0 or more seconds, got {self.drain_timeout}",
-        )
-        _require(
-            math.isfinite(self.price_per_hour) and self.price_per_hour >= 0,
-            f"price_per_hour must be 0 or more, got {self.price_per_hour}",
-        )
-        _require(
-            math.isfinite(self.sse_keep_alive) and self.sse_keep_alive >= 0,
-            f"sse_keep_alive must be 0 or more seconds, got {self.sse_keep_alive}",
-        )
-        _require(
-            math.isfinite(self.slow_reader_timeout) and self.slow_reader_timeout >= 0,
-            f"slow_reader_timeout must be 0 or more seconds, got {self.slow_reader_timeout}",
-        )
-        _require(
-            0 <= self.metrics_tenants <= MAX_METRICS_TENANTS,
-            f"metrics_tenants must be 0 to {MAX_METRICS_TENANTS}, got {self.metrics_tenants}",
-        )
-        for name in ("max_body_bytes", "max_choices", "max_prompts"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name} must be at least 1, got {value}")
-        _require(
-            -1 <= self.max_logprobs < 2**31,
-            f"max_logprobs must be -1 (all) or 0 and more, got {self.max_logprobs}",
-        )
         _require(
             self.reasoning_parser in (None, "none", *REASONING_FORMATS),
             f"reasoning_parser must be none or one of {', '.join(REASONING_FORMATS)}, "
@@ -255,6 +255,10 @@ class ServerConfig:
             )
         except InvalidRequestError as error:
             raise ConfigError(f"default_sampling: {error}") from error
+
+
+_RANGES: Final = ranges_of(ServerConfig)
+_BATCH_RANGES: Final = ranges_of(BatchConfig)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:

@@ -24,9 +24,13 @@ are taken at once. That made no difference to any recorded run.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.policies import POLICIES, FcfsPolicy
+from paceline.core.request import Request
 from paceline.errors import ConfigError
 from paceline.routing import LeastOutstanding
 from paceline.sim.arrival import Served
@@ -34,10 +38,16 @@ from paceline.sim.replica import Delays, ReplicaConfig
 from paceline.sim.simulator import PlanObserver, Pool, ReplicaSpec, Simulator
 from paceline.sim.step_times.experts import ExpertGroup
 from paceline.sim.step_times.profile import ProfileStepTimes
-from paceline.sim.vllm_runs.policy import LAST_IN_FIRST_OUT, register
 from paceline.sim.vllm_runs.runs import VllmRun
 
-__all__ = ["predict", "replica_config", "step_times"]
+__all__ = [
+    "LAST_IN_FIRST_OUT",
+    "LastInFirstOut",
+    "predict",
+    "register",
+    "replica_config",
+    "step_times",
+]
 
 
 def step_times(
@@ -156,3 +166,25 @@ def _profile_for(run: VllmRun, profiles: Path) -> str:
             f"GPU(s), found: {', '.join(found) or 'none'}"
         )
     return found[0]
+
+
+# the policy's name in a scheduler's configuration
+LAST_IN_FIRST_OUT: Final = "vllm-fcfs"
+
+
+class LastInFirstOut(FcfsPolicy):
+    """First come, first served; the last request is preempted when memory is short.
+
+    Running requests always arrived before waiting ones, so the last in order of arrival is the one
+    admitted last: vLLM pops its list of running requests from the end. This project's own policies
+    preempt the request that loses least instead.
+    """
+
+    def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
+        return candidates[-1:]
+
+
+def register() -> None:
+    """Register the name with this process's schedulers, as policies of other packages are when they
+    are loaded. It is not meant for serving, so no command line offers it."""
+    POLICIES.setdefault(LAST_IN_FIRST_OUT, LastInFirstOut)

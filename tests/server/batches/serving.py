@@ -18,7 +18,7 @@ from paceline.engine.testing import null_client
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of, service_of
-from paceline.server.settings.batch_config import BatchConfig
+from paceline.server.settings.config import BatchConfig
 from tests.server.helpers import VOCAB, connect
 
 ENDED = ("completed", "failed", "expired", "cancelled")

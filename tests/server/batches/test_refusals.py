@@ -13,7 +13,7 @@ from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.batches.store import BatchStore
-from paceline.server.settings.batch_config import BatchConfig
+from paceline.server.settings.config import BatchConfig
 from tests.server.batches.serving import URL, running
 from tests.server.helpers import VOCAB, connect
 

@@ -13,8 +13,8 @@ from typing import Final, Self
 from starlette.types import Send
 
 from paceline.gateway.upstreams.upstream import Upstream
-from paceline.http.encodings import is_plain
 from paceline.http.errors import HttpError
+from paceline.http.fields import is_plain
 from paceline.http.upstream import ConnectError, Connection, Headers
 from paceline.statuses import meaning_of
 
