@@ -101,7 +101,7 @@ def test_ports_are_the_same_everywhere() -> None:
 
 
 def test_probes_ask_what_is_served_without_a_key() -> None:
-    served = re.findall(r'\("(/[^"]*)", \w+, \["GET"\]\)', _source("server/apis/info.py"))
+    served = re.findall(r'routes\.add\("GET", "(/[^"]*)"', _source("server/apis/info.py"))
     names = {port["name"] for port in CONTAINER["ports"]}
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         (check,) = (

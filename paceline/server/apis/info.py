@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,13 +23,13 @@ from paceline.server.protocol.tokenizing import (
 )
 from paceline.server.transport.endpoint import JSON_BODY, with_ignored
 from paceline.server.transport.middleware import read_object
-from paceline.server.transport.responses import answering, encoded
+from paceline.server.transport.responses import Routes, encoded
 
 __all__ = ["info_router"]
 
 
-def info_router(service: Service) -> APIRouter:
-    router = APIRouter()
+def info_router(service: Service) -> Routes:
+    routes = Routes(service)
 
     async def health(_request: Request) -> Response:
         service.check_health()
@@ -72,31 +71,20 @@ def info_router(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         return await _detokenize(service, request)
 
-    for path, handler, methods in (
-        ("/health", health, ["GET"]),
-        ("/health/ready", health, ["GET"]),
-        ("/health/live", live, ["GET"]),
-        ("/ping", health, ["GET"]),
-        ("/ping", health, ["POST"]),
-        ("/version", version, ["GET"]),
-        ("/load", load, ["GET"]),
-        ("/metrics", metrics, ["GET"]),
-        ("/tokenizer_info", tokenizer_info, ["GET"]),
-        ("/v1/models", models, ["GET"]),
-        ("/v1/models/{name:path}", model, ["GET"]),
-    ):
-        router.add_api_route(
-            path, answering(service, handler), methods=methods, response_model=None
-        )
-    for path, handler in (("/tokenize", tokenize), ("/detokenize", detokenize)):
-        router.add_api_route(
-            path,
-            answering(service, handler),
-            methods=["POST"],
-            response_model=None,
-            openapi_extra=JSON_BODY,
-        )
-    return router
+    routes.add("GET", "/health", health)
+    routes.add("GET", "/health/ready", health)
+    routes.add("GET", "/health/live", live)
+    routes.add("GET", "/ping", health)
+    routes.add("POST", "/ping", health)
+    routes.add("GET", "/version", version)
+    routes.add("GET", "/load", load)
+    routes.add("GET", "/metrics", metrics)
+    routes.add("GET", "/tokenizer_info", tokenizer_info)
+    routes.add("GET", "/v1/models", models)
+    routes.add("GET", "/v1/models/{name:path}", model)
+    routes.add("POST", "/tokenize", tokenize, JSON_BODY)
+    routes.add("POST", "/detokenize", detokenize, JSON_BODY)
+    return routes
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,7 +33,7 @@ from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_h
 from paceline.server.transport.endpoint import JSON_BODY, Events, generate, respond, with_ignored
 from paceline.server.transport.errors import anthropic_error_body
 from paceline.server.transport.middleware import principal_of, read_object, request_id_of, tenant_of
-from paceline.server.transport.responses import answering, encoded, json_response
+from paceline.server.transport.responses import Handler, Routes, encoded, json_response
 
 __all__ = ["other_apis_router"]
 
@@ -54,8 +53,8 @@ def _usual(
     return without_shortcut
 
 
-def other_apis_router(service: Service) -> APIRouter:
-    router = APIRouter()
+def other_apis_router(service: Service) -> Routes:
+    routes = Routes(service)
 
     async def generate_tokens(request: Request) -> Response:
         return await generate(service, request, parse_token_generate, token_events, token_answer)
@@ -75,15 +74,9 @@ def other_apis_router(service: Service) -> APIRouter:
         def failed(reply: Reply) -> bytes:
             return b"event: error\ndata: %b\n\n" % anthropic_error_body(reply, request_id)
 
+        events = _usual(messages_events)
         response = await respond(
-            service,
-            request,
-            parsed,
-            parsed.options,
-            arrival,
-            _usual(messages_events),
-            messages_answer,
-            failed,
+            service, request, parsed, parsed.options, arrival, events, messages_answer, failed
         )
         return with_ignored(response, parsed.options)
 
@@ -102,15 +95,9 @@ def other_apis_router(service: Service) -> APIRouter:
         arrival = time.monotonic()
         parsed = responses_request(request, await body_of(request))
         options = parsed.chat.options
+        events = _usual(response_events)
         answer = await respond(
-            service,
-            request,
-            parsed,
-            options,
-            arrival,
-            _usual(response_events),
-            response_answer,
-            failed_event,
+            service, request, parsed, options, arrival, events, response_answer, failed_event
         )
         return with_ignored(answer, options)
 
@@ -142,36 +129,16 @@ def other_apis_router(service: Service) -> APIRouter:
     def anthropic_response(reply: Reply, request_id: str) -> Response:
         return error_response(reply, anthropic_error_body(reply, request_id))
 
-    for path, handler in (
-        ("/v1/messages", messages),
-        ("/v1/messages/count_tokens", messages_count_tokens),
-    ):
-        router.add_api_route(
-            path,
-            answering(service, handler, anthropic_response),
-            methods=["POST"],
-            response_model=None,
-            openapi_extra=JSON_BODY,
-        )
-    for path, handler in (
-        ("/inference/v1/generate", generate_tokens),
-        ("/v1/responses", responses),
-        ("/v1/responses/input_tokens", response_input_tokens),
-    ):
-        router.add_api_route(
-            path,
-            answering(service, handler),
-            methods=["POST"],
-            response_model=None,
-            openapi_extra=JSON_BODY,
-        )
-    for path, handler, method in (
-        ("/v1/responses/{response_id}", response_get, "GET"),
-        ("/v1/responses/{response_id}", response_delete, "DELETE"),
-        ("/v1/responses/{response_id}/cancel", response_cancel, "POST"),
-        ("/v1/responses/{response_id}/input_items", response_input_items, "GET"),
-    ):
-        router.add_api_route(
-            path, answering(service, handler), methods=[method], response_model=None
-        )
-    return router
+    def add(path: str, handler: Handler, method: str = "POST", **more: Any) -> None:
+        routes.add(method, path, handler, JSON_BODY if method == "POST" else None, **more)
+
+    add("/v1/messages", messages, respond=anthropic_response)
+    add("/v1/messages/count_tokens", messages_count_tokens, respond=anthropic_response)
+    add("/inference/v1/generate", generate_tokens)
+    add("/v1/responses", responses)
+    add("/v1/responses/input_tokens", response_input_tokens)
+    add("/v1/responses/{response_id}", response_get, "GET")
+    add("/v1/responses/{response_id}", response_delete, "DELETE")
+    routes.add("POST", "/v1/responses/{response_id}/cancel", response_cancel)
+    add("/v1/responses/{response_id}/input_items", response_input_items, "GET")
+    return routes

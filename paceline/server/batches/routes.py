@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from contextlib import closing
 from typing import Any, BinaryIO, Final
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -25,7 +24,7 @@ from paceline.server.protocol.body import Body, schema_of
 from paceline.server.protocol.field_types import described, needed, refused, string
 from paceline.server.protocol.rules import RequestRules
 from paceline.server.transport.middleware import principal_of, read_object
-from paceline.server.transport.responses import answering, encoded
+from paceline.server.transport.responses import Routes, encoded
 
 __all__ = ["BatchBody", "batch_router"]
 
@@ -132,8 +131,8 @@ class BatchBody(Body, refuses_unknown="{names}: unknown here"):
     )
 
 
-def batch_router(service: Service, batches: Batches) -> APIRouter:
-    router = APIRouter()
+def batch_router(service: Service, batches: Batches) -> Routes:
+    routes = Routes(service)
 
     async def shown(batch: Batch) -> Response:
         runner = await batches.runner()
@@ -223,34 +222,19 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
         (await batches.runner()).cancel(batch.id)
         return await shown(batch)
 
-    for path, handler, method, extra in (
-        ("/v1/files", file_create, "POST", _FORM_BODY),
-        (
-            "/v1/files",
-            file_list,
-            "GET",
-            _query(
-                "files",
-                purpose={"type": "string", "enum": list(_PURPOSES_LISTED)},
-                order={"type": "string", "enum": ["asc", "desc"], "default": "desc"},
-            ),
-        ),
-        ("/v1/files/{file_id}", file_get, "GET", None),
-        ("/v1/files/{file_id}", file_delete, "DELETE", None),
-        ("/v1/files/{file_id}/content", file_content, "GET", None),
-        ("/v1/batches", batch_create, "POST", _json_body(schema_of(BatchBody, service.rules))),
-        ("/v1/batches", batch_list, "GET", _query("batches")),
-        ("/v1/batches/{batch_id}", batch_get, "GET", None),
-        ("/v1/batches/{batch_id}/cancel", batch_cancel, "POST", None),
-    ):
-        router.add_api_route(
-            path,
-            answering(service, handler),
-            methods=[method],
-            response_model=None,
-            openapi_extra=extra,
-        )
-    return router
+    listed = {"type": "string", "enum": list(_PURPOSES_LISTED)}
+    orders = {"type": "string", "enum": ["asc", "desc"], "default": "desc"}
+    routes.add("POST", "/v1/files", file_create, _FORM_BODY)
+    routes.add("GET", "/v1/files", file_list, _query("files", purpose=listed, order=orders))
+    routes.add("GET", "/v1/files/{file_id}", file_get)
+    routes.add("DELETE", "/v1/files/{file_id}", file_delete)
+    routes.add("GET", "/v1/files/{file_id}/content", file_content)
+    created = _json_body(schema_of(BatchBody, service.rules))
+    routes.add("POST", "/v1/batches", batch_create, created)
+    routes.add("GET", "/v1/batches", batch_list, _query("batches"))
+    routes.add("GET", "/v1/batches/{batch_id}", batch_get)
+    routes.add("POST", "/v1/batches/{batch_id}/cancel", batch_cancel)
+    return routes
 
 
 def _page(request: Request, kind: str, more: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
+from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,23 +19,47 @@ from paceline.server.protocol.responses import encode
 from paceline.server.transport.middleware import request_id_of
 from paceline.server.transport.unserved_routes import why_unserved
 
-__all__ = ["Handler", "answering", "encoded", "http_exception", "json_response"]
+__all__ = ["Handler", "Routes", "answering", "encoded", "http_exception", "json_response"]
 
 _log = logging.getLogger("paceline.server")
 
 _METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
+# makes the answer to an error from the reply and the request's id
+Respond: TypeAlias = Callable[[Reply, str], Response]
 
 
 def json_response(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
+class Routes(APIRouter):
+    """A router all of whose handlers are ``answering``."""
+
+    def __init__(self, service: Service, respond: Respond = lambda reply, _: error_response(reply)):
+        super().__init__()
+        self._service, self._respond = service, respond
+
+    def add(
+        self,
+        method: str,
+        path: str,
+        handler: Callable[[Request], Awaitable[Response]],
+        extra: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        """Add a route; ``extra`` goes into its OpenAPI operation, ``more`` to FastAPI."""
+        answer = answering(self._service, handler, more.pop("respond", self._respond))
+        self.add_api_route(
+            path, answer, methods=[method], response_model=None, openapi_extra=extra, **more
+        )
+
+
 def answering(
     service: Service,
     handler: Callable[[Request], Awaitable[Response]],
-    respond: Callable[[Reply, str], Response] = lambda reply, _: error_response(reply),
+    respond: Respond = lambda reply, _: error_response(reply),
 ) -> Handler:
     """Return ``handler``, with every exception turned into an answer and a log line.
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,13 +27,14 @@ from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_h
 from paceline.server.transport.endpoint import JSON_BODY, respond, with_ignored
 from paceline.server.transport.errors import llama_error_body
 from paceline.server.transport.middleware import read_object, tenant_of
-from paceline.server.transport.responses import Handler, answering, encoded
+from paceline.server.transport.responses import Routes, encoded
 
 __all__ = ["llama_router"]
 
 
-def llama_router(service: Service) -> APIRouter:
-    router = APIRouter()
+def llama_router(service: Service) -> Routes:
+    routes = Routes(service, lambda reply, _: error_response(reply, llama_error_body(reply)))
+    add = routes.add
 
     @cache
     def fim() -> Any:
@@ -93,22 +93,11 @@ def llama_router(service: Service) -> APIRouter:
     async def lora_adapters(_request: Request) -> Response:
         return encoded([])
 
-    def add(method: str, path: str, handler: Handler, **more: Any) -> None:
-        router.add_api_route(
-            path,
-            answering(
-                service, handler, lambda reply, _: error_response(reply, llama_error_body(reply))
-            ),
-            methods=[method],
-            response_model=None,
-            **more,
-        )
-
-    add("POST", "/completion", completion, openapi_extra=JSON_BODY)
-    add("POST", "/completions", completion, name="completions_native", openapi_extra=JSON_BODY)
-    add("POST", "/infill", infill, openapi_extra=JSON_BODY)
-    add("POST", "/apply-template", apply_template, openapi_extra=JSON_BODY)
+    add("POST", "/completion", completion, JSON_BODY)
+    add("POST", "/completions", completion, JSON_BODY, name="completions_native")
+    add("POST", "/infill", infill, JSON_BODY)
+    add("POST", "/apply-template", apply_template, JSON_BODY)
     add("GET", "/props", props)
     add("GET", "/slots", all_slots)
     add("GET", "/lora-adapters", lora_adapters)
-    return router
+    return routes

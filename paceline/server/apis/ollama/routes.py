@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,7 +31,7 @@ from paceline.server.protocol.targets import with_headers
 from paceline.server.transport.endpoint import JSON_BODY, respond, with_ignored
 from paceline.server.transport.errors import ollama_error_body
 from paceline.server.transport.middleware import read_object, tenant_of
-from paceline.server.transport.responses import Handler, answering, encoded
+from paceline.server.transport.responses import Handler, Routes, encoded
 
 __all__ = ["REFUSED_ROUTES", "ollama_router"]
 
@@ -48,8 +47,9 @@ REFUSED_ROUTES: Final = {
 }
 
 
-def ollama_router(service: Service) -> APIRouter:
-    router = APIRouter()
+def ollama_router(service: Service) -> Routes:
+    routes = Routes(service, lambda reply, _: error_response(reply, ollama_error_body(reply)))
+    add = routes.add
 
     def failed(reply: Reply) -> bytes:
         return ollama_error_body(reply) + b"\n"
@@ -85,26 +85,15 @@ def ollama_router(service: Service) -> APIRouter:
     async def ollama_version(_request: Request) -> Response:
         return encoded({"version": paceline.__version__})
 
-    def add(method: str, path: str, handler: Handler, **more: Any) -> None:
-        router.add_api_route(
-            path,
-            answering(
-                service, handler, lambda reply, _: error_response(reply, ollama_error_body(reply))
-            ),
-            methods=[method],
-            response_model=None,
-            **more,
-        )
-
-    add("POST", "/api/chat", ollama_chat, openapi_extra=JSON_BODY)
-    add("POST", "/api/generate", ollama_generate, openapi_extra=JSON_BODY)
-    add("POST", "/api/show", ollama_show, openapi_extra=JSON_BODY)
+    add("POST", "/api/chat", ollama_chat, JSON_BODY)
+    add("POST", "/api/generate", ollama_generate, JSON_BODY)
+    add("POST", "/api/show", ollama_show, JSON_BODY)
     add("GET", "/api/tags", ollama_tags)
     add("GET", "/api/ps", ollama_ps)
     add("GET", "/api/version", ollama_version)
     for (method, path), why in REFUSED_ROUTES.items():
         add(method, path, _refusing(why), name=path, include_in_schema=False)
-    return router
+    return routes
 
 
 def _refusing(why: str) -> Handler:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +22,7 @@ from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_h
 from paceline.server.transport.endpoint import JSON_BODY, HasIgnored, with_ignored
 from paceline.server.transport.errors import ollama_error_body
 from paceline.server.transport.middleware import read_object, request_id_of, tenant_of
-from paceline.server.transport.responses import answering, json_response
+from paceline.server.transport.responses import Routes, json_response
 
 __all__ = ["Kind", "Parsed", "vector_kind", "vector_router"]
 
@@ -63,8 +62,8 @@ def vector_kind(name: str) -> Kind:
     return KINDS[name]
 
 
-def vector_router(service: Service) -> APIRouter:
-    router = APIRouter()
+def vector_router(service: Service) -> Routes:
+    routes = Routes(service)
     if service.client.info.pooling is not None:
         vector_kind("embeddings")
 
@@ -89,11 +88,5 @@ def vector_router(service: Service) -> APIRouter:
     for name, paths in _PATHS.items():
         respond = {"respond": of_ollama} if name.startswith("ollama") else {}
         for path in paths:
-            router.add_api_route(
-                path,
-                answering(service, handler(name), **respond),
-                methods=["POST"],
-                response_model=None,
-                openapi_extra=JSON_BODY,
-            )
-    return router
+            routes.add("POST", path, handler(name), JSON_BODY, **respond)
+    return routes
