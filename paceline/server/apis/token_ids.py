@@ -18,9 +18,8 @@ from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_object
 from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, event
-from paceline.server.apis.openai.answers import AnswerHead, UsageCount, collect, generation_request
+from paceline.server.apis.openai.answers import AnswerHead, UsageCount, collect, prepared
 from paceline.server.apis.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
-from paceline.server.generation.prompts import sampling_for, truncated
 from paceline.server.generation.service import Service
 from paceline.server.protocol.body import Body, schema_of
 from paceline.server.protocol.field_types import described, needed, token_ids
@@ -171,25 +170,13 @@ async def token_events(
     yield DONE
 
 
-def _prompt(request: CompletionRequest) -> list[int]:
-    (prompt,) = request.prompts
-    assert isinstance(prompt, list), "parse_token_generate() lets ids through alone"
-    return prompt
-
-
 async def _request(
     service: Service, request: CompletionRequest, head: AnswerHead, arrival: float
 ) -> GenerationRequest:
-    options = request.options
-    prompt = truncated(_prompt(request), options, service.rules.max_model_len)
-    sampling = sampling_for(
-        prompt,
-        options,
-        max_model_len=service.rules.max_model_len,
-        default_max_tokens=_DEFAULT_MAX_TOKENS,
-        bad_words=await service.prompts.bad_words(options.bad_words),
-    )
-    return generation_request(head.engine_id(0), prompt, sampling, options, arrival)
+    (prompt,) = request.prompts
+    assert isinstance(prompt, list), "parse_token_generate() lets ids through alone"
+    number = head.engine_id(0)
+    return await prepared(service, number, prompt, request.options, arrival, _DEFAULT_MAX_TOKENS)
 
 
 def _logprobs(

@@ -16,9 +16,8 @@ from paceline.engine.types import GenerationOutput
 from paceline.http.shortcut import Shortcut
 from paceline.server.apis.anthropic import object_of
 from paceline.server.apis.ollama.protocol import OllamaRequest, ShowBody, served_name
-from paceline.server.apis.openai.answers import AnswerHead, generation_request
+from paceline.server.apis.openai.answers import AnswerHead, prepared
 from paceline.server.apis.openai.chat_deltas import chat_pieces
-from paceline.server.generation.prompts import sampling_for, truncated
 from paceline.server.generation.service import Service
 from paceline.server.protocol.field_types import check_model
 from paceline.server.protocol.requests import ChatRequest, CompletionRequest
@@ -168,14 +167,9 @@ async def _news(
 async def _start_raw(
     service: Service, request: CompletionRequest, head: AnswerHead, arrival: float
 ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
-    options, most = request.options, service.rules.max_model_len
-    (ids,) = await service.prompts.completion(request)
-    prompt = truncated(ids, options, most)
-    bad_words = await service.prompts.bad_words(options.bad_words)
-    sampling = sampling_for(
-        prompt, options, max_model_len=most, default_max_tokens=None, bad_words=bad_words
-    )
-    return service.run((generation_request(head.engine_id(0), prompt, sampling, options, arrival),))
+    (prompt,) = await service.prompts.completion(request)
+    asked = await prepared(service, head.engine_id(0), prompt, request.options, arrival, None)
+    return service.run((asked,))
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
@@ -19,27 +20,36 @@ from paceline.engine.types import (
     TokenLogprobs,
     tokens_per_second,
 )
-from paceline.http.sse import TextEvents, TokenEvents
+from paceline.http.sse import DONE, TextEvents, TokenEvents, event
+from paceline.server.apis.openai.logprobs import TokenWriter
+from paceline.server.generation.prompts import sampling_for, truncated
 from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import GenerationOptions
 from paceline.server.protocol.responses import (
     UNSET,
+    ChatChunk,
+    ChatChunkChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
     Explanation,
     RequestMetrics,
     Timings,
     UnsetType,
     Usage,
+    encode,
 )
 from paceline.speculation.draft_tokens import PREDICTION
 
 __all__ = [
     "AnswerHead",
     "Choice",
+    "Chunks",
     "Collected",
     "PlainEvents",
     "UsageCount",
     "collect",
     "generation_request",
+    "prepared",
 ]
 
 
@@ -240,6 +250,68 @@ class UsageCount:
         return sum(max(0, prompt // block * block - cached) for prompt, _, cached in self._rows)
 
 
+class Chunks:
+    """The chunks of a streamed answer of chat or completions.
+
+    Args:
+        kind: their type.
+    """
+
+    def __init__(
+        self,
+        kind: type[ChatChunk] | type[CompletionChunk],
+        head: AnswerHead,
+        options: GenerationOptions,
+        tokenizer: Tokenizer,
+        count: UsageCount,
+    ) -> None:
+        self._kind: Callable[..., ChatChunk | CompletionChunk] = kind
+        self._head, self._count = head, count
+        self._include_usage = options.include_usage
+        self.wants_ids = options.return_token_ids
+        self.continuous = options.continuous_usage
+        # None: log-probabilities are not reported
+        self.writer: TokenWriter | None = None
+        if options.sampling.logprobs is not None:
+            self.writer = TokenWriter(tokenizer, as_ids=options.return_tokens_as_token_ids)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the chunk of a middle delta holds only text, and ids if requested."""
+        return not (self.writer or self.continuous)
+
+    def tells(self, token_ids: Sequence[int]) -> bool:
+        """Return whether tokens are sent even if they make no text yet."""
+        return bool(token_ids) and (self.wants_ids or not self.plain)
+
+    def event(self, choice: ChatChunkChoice | CompletionChunkChoice, **more: Any) -> bytes:
+        """Return the event of one choice."""
+        ends, count = choice.finish_reason is not None, self._count
+        usage = count.usage() if self.continuous else UNSET
+        timings = count.timings() if ends else UNSET
+        return self._event([choice], ends, usage=usage, timings=timings, **more)
+
+    def end(self) -> bytes:
+        """Return the usage chunk, if requested, and the end of the stream."""
+        if not self._include_usage:
+            return DONE
+        metrics = self._count.metrics() or UNSET
+        return self._event([], True, usage=self._count.usage(), metrics=metrics) + DONE
+
+    def _event(self, choices: list[Any], ends: bool, **more: Any) -> bytes:
+        head = self._head
+        chunk = self._kind(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            service_tier=head.service_tier or UNSET,
+            system_fingerprint=head.fingerprint if ends else UNSET,
+            choices=choices,
+            **more,
+        )
+        return event(encode(chunk))
+
+
 class News(Protocol):
     """An addition to a choice: a ``ChoiceDelta``, or a piece of a chat."""
 
@@ -308,6 +380,37 @@ async def collect(
         for delta in output.choices:
             choices[index * n + delta.index].add(delta)
     return Collected(choices, count.usage(), count.metrics(), count.timings(), prompt_logprobs)
+
+
+async def prepared(
+    service: Service,
+    request_id: str,
+    prompt: list[int],
+    options: GenerationOptions,
+    arrival_time: float,
+    default_max_tokens: int | None,
+    bad_words: tuple[tuple[int, ...], ...] | None = None,
+) -> GenerationRequest:
+    """Return the engine's request for a prompt, cut as its options say.
+
+    Args:
+        bad_words: those of the options as ids, where they are known already.
+
+    Raises what ``sampling_for`` raises, and InvalidRequestError.
+    """
+    most, prompts = service.rules.max_model_len, service.prompts
+    prompt = truncated(prompt, options, most)
+    if bad_words is None:
+        bad_words = await prompts.bad_words(options.bad_words)
+    sampling = sampling_for(
+        prompt,
+        options,
+        max_model_len=most,
+        default_max_tokens=default_max_tokens,
+        bad_words=bad_words,
+    )
+    prediction = await prompts.prediction(options.prediction, sampling.max_tokens)
+    return generation_request(request_id, prompt, sampling, options, arrival_time, prediction)
 
 
 def generation_request(

@@ -8,8 +8,7 @@ from contextlib import aclosing
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
-from paceline.http.sse import DONE, event
-from paceline.server.apis.openai.answers import AnswerHead, Choice, PlainEvents
+from paceline.server.apis.openai.answers import AnswerHead, Choice, Chunks, PlainEvents
 from paceline.server.apis.openai.chat_deltas import ChatPiece, ChatPieces, StartedChat, start_chat
 from paceline.server.apis.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from paceline.server.generation.service import Service
@@ -26,8 +25,6 @@ from paceline.server.protocol.responses import (
     FunctionDelta,
     ToolCall,
     ToolCallDelta,
-    UnsetType,
-    Usage,
     encode,
 )
 
@@ -150,19 +147,16 @@ class ChatStream:
         chat: StartedChat,
         tokenizer: Tokenizer,
     ) -> None:
-        self._head = head
         self._request = request
         self._prompt = chat.prompt
-        options = request.options
-        self._wants_ids = options.return_token_ids
-        self._continuous = options.continuous_usage
-        self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
-        self._pieces = ChatPieces(request, chat.prompt, thinking=chat.thinking)
-        self._pieces.pass_over(chat.passed_over)
+        self._pieces = pieces = ChatPieces(request, chat.prompt, thinking=chat.thinking)
+        pieces.pass_over(chat.passed_over)
+        self._chunks = Chunks(ChatChunk, head, request.options, tokenizer, pieces.count)
         self._begun = False
         # without parsing, a middle delta holds only text, and ids if requested
-        self._plain = not (self._pieces.parses or self._writer or self._continuous)
-        self._middle = PlainEvents("content", self._wants_ids)
+        self._plain = self._chunks.plain and not pieces.parses
+        self._middle = PlainEvents("content", self._chunks.wants_ids)
+        self.end = self._chunks.end
 
     def events(self, output: GenerationOutput) -> bytes:
         """Return the events of one delivery, preceded by the role chunks if it is the first one.
@@ -176,8 +170,8 @@ class ChatStream:
             data = self._begin()
         for piece in pieces:
             delta = _delta(piece)
-            if delta is not _NOTHING or piece.finish_reason or self._tells_tokens(piece):
-                data += self._chunk(self._chunk_choice(piece, delta))
+            if delta is not _NOTHING or piece.finish_reason or self._chunks.tells(piece.token_ids):
+                data += self._chunks.event(self._chunk_choice(piece, delta))
         return data
 
     def middle(self, output: GenerationOutput) -> bytes:
@@ -186,70 +180,32 @@ class ChatStream:
             return self.events(output)
         return self._middle.of(output, self._example)
 
-    def end(self) -> bytes:
-        """Return the usage chunk, if requested, and the end of the stream."""
-        if not self._request.options.include_usage:
-            return DONE
-        head = self._head
-        chunk = ChatChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            service_tier=head.service_tier or UNSET,
-            system_fingerprint=head.fingerprint,
-            choices=[],
-            usage=self._pieces.count.usage(),
-            metrics=self._pieces.count.metrics() or UNSET,
-        )
-        return event(encode(chunk)) + DONE
-
     def _example(self, index: int) -> bytes:
         """Return a chunk that adds an empty text to a choice."""
-        token_ids = () if self._wants_ids else UNSET
-        return self._chunk(ChatChunkChoice(index=index, delta=_NOTHING, token_ids=token_ids))
+        token_ids = () if self._chunks.wants_ids else UNSET
+        return self._chunks.event(ChatChunkChoice(index=index, delta=_NOTHING, token_ids=token_ids))
 
     def _begin(self) -> bytes:
         data = b""
         delta = ChatDelta(role=self._request.template.speaker, content=self._request.echo)
         for index in range(self._request.options.n):
-            prompt = self._prompt if self._wants_ids and index == 0 else UNSET
-            data += self._chunk(ChatChunkChoice(index=index, delta=delta), prompt)
+            prompt = self._prompt if self._chunks.wants_ids and index == 0 else UNSET
+            choice = ChatChunkChoice(index=index, delta=delta)
+            data += self._chunks.event(choice, prompt_token_ids=prompt)
         return data
-
-    def _tells_tokens(self, piece: ChatPiece) -> bool:
-        """Return whether tokens are sent even if they make no text yet."""
-        return bool(piece.token_ids) and (
-            self._wants_ids or self._continuous or self._writer is not None
-        )
 
     def _chunk_choice(self, piece: ChatPiece, delta: ChatDelta) -> ChatChunkChoice:
         logprobs = None
-        if self._writer is not None and piece.logprobs:
-            logprobs = chat_logprobs(piece.logprobs, self._writer)
+        if self._chunks.writer is not None and piece.logprobs:
+            logprobs = chat_logprobs(piece.logprobs, self._chunks.writer)
         return ChatChunkChoice(
             index=piece.choice,
             delta=delta,
             logprobs=logprobs,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason if piece.finish_reason is not None else UNSET,
-            token_ids=piece.token_ids if self._wants_ids else UNSET,
+            token_ids=piece.token_ids if self._chunks.wants_ids else UNSET,
         )
-
-    def _chunk(self, choice: ChatChunkChoice, prompt: list[int] | UnsetType = UNSET) -> bytes:
-        head = self._head
-        usage: Usage | UnsetType = self._pieces.count.usage() if self._continuous else UNSET
-        chunk = ChatChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            service_tier=head.service_tier or UNSET,
-            system_fingerprint=head.fingerprint if choice.finish_reason else UNSET,
-            choices=[choice],
-            usage=usage,
-            timings=self._pieces.count.timings() if choice.finish_reason else UNSET,
-            prompt_token_ids=prompt,
-        )
-        return event(encode(chunk))
 
 
 def _delta(piece: ChatPiece) -> ChatDelta:

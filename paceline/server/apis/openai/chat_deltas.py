@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 from paceline.engine.text.output_processor import resumed_texts
 from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
-from paceline.server.apis.openai.answers import AnswerHead, UsageCount, generation_request
-from paceline.server.generation.prompts import sampling_for, truncated
+from paceline.server.apis.openai.answers import AnswerHead, UsageCount, prepared
 from paceline.server.generation.service import Service
 from paceline.server.model_formats.reasoning_reader import Reader
 from paceline.server.model_formats.tool_formats import CallDelta, Piece
@@ -217,30 +216,16 @@ async def start_chat(
     Raises what ``Service.run`` raises, and InvalidRequestError.
     """
     options = request.options
-    max_model_len = service.rules.max_model_len
-    prompt = await service.prompts.chat(
+    rendered = await service.prompts.chat(
         request.template, add_special_tokens=options.add_special_tokens
     )
-    prompt = truncated(prompt, options, max_model_len)
     default = service.rules.default_sampling.get("max_new_tokens")
-    sampling = sampling_for(
-        prompt,
-        options,
-        max_model_len=max_model_len,
-        default_max_tokens=None if default is None else int(default),
-        bad_words=await service.prompts.bad_words(options.bad_words),
-    )
-    engine_request = generation_request(
-        head.engine_id(0),
-        prompt,
-        sampling,
-        options,
-        arrival,
-        await service.prompts.prediction(options.prediction, sampling.max_tokens),
-    )
+    most = None if default is None else int(default)
+    asked = await prepared(service, head.engine_id(0), rendered, options, arrival, most)
+    prompt = asked.prompt_token_ids
     passed_over: Mapping[int, str] = {}
     if options.resume_output_ids and (request.template.tools or request.thinking):
-        passed_over = resumed_texts(engine_request, service.client.tokenizer)
+        passed_over = resumed_texts(asked, service.client.tokenizer)
     template = request.template
     thinking = request.thinking is not None and request.thinking.left_open(
         prompt,
@@ -248,4 +233,4 @@ async def start_chat(
         continued=template.continued,
         answers=template.add_generation_prompt or template.continue_final_message,
     )
-    return StartedChat(prompt, service.run((engine_request,), shortcut), passed_over, thinking)
+    return StartedChat(prompt, service.run((asked,), shortcut), passed_over, thinking)

@@ -11,14 +11,14 @@ import msgspec
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
-from paceline.http.sse import DONE, event
 from paceline.server.apis.openai.answers import (
     AnswerHead,
     Choice,
+    Chunks,
     PlainEvents,
     UsageCount,
     collect,
-    generation_request,
+    prepared,
 )
 from paceline.server.apis.openai.logprobs import (
     TokenWriter,
@@ -26,7 +26,6 @@ from paceline.server.apis.openai.logprobs import (
     echoed_logprobs,
     prompt_logprobs_json,
 )
-from paceline.server.generation.prompts import sampling_for, truncated
 from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import CompletionRequest
 from paceline.server.protocol.responses import (
@@ -107,25 +106,14 @@ async def _start(
     arrival: float,
     shortcut: Shortcut[GenerationOutput] | None = None,
 ) -> tuple[list[list[int]], AsyncGenerator[tuple[int, GenerationOutput], None]]:
-    options = request.options
-    max_model_len = service.rules.max_model_len
-    default = service.rules.default_sampling.get("max_new_tokens", _DEFAULT_MAX_TOKENS)
-    prompts = [
-        truncated(prompt, options, max_model_len)
-        for prompt in await service.prompts.completion(request)
+    default = int(service.rules.default_sampling.get("max_new_tokens", _DEFAULT_MAX_TOKENS))
+    options, prompts = request.options, await service.prompts.completion(request)
+    words = await service.prompts.bad_words(options.bad_words)
+    requests = [
+        await prepared(service, head.engine_id(i), prompt, options, arrival, default, words)
+        for i, prompt in enumerate(prompts)
     ]
-    bad_words = await service.prompts.bad_words(options.bad_words)
-    requests = []
-    for index, prompt in enumerate(prompts):
-        sampling = sampling_for(
-            prompt,
-            options,
-            max_model_len=max_model_len,
-            default_max_tokens=int(default),
-            bad_words=bad_words,
-        )
-        request_id = head.engine_id(index)
-        requests.append(generation_request(request_id, prompt, sampling, options, arrival))
+    prompts = [asked.prompt_token_ids for asked in requests]
     if request.only_prompt:
         return prompts, _of_prompts(service.run(requests))
     return prompts, service.run(requests, shortcut)
@@ -218,19 +206,14 @@ class CompletionStream:
         echoes: Sequence[str],
         tokenizer: Tokenizer,
     ) -> None:
-        self._head = head
         self._prompts = prompts
         self._echoes = echoes
         options = request.options
         self._n = options.n
-        self._include_usage = options.include_usage
-        self._wants_ids = options.return_token_ids
-        self._continuous = options.continuous_usage
-        self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
         self._usage = UsageCount.of(len(prompts), options)
-        # a middle delta holds only text
-        self._plain = not (self._writer or self._continuous)
-        self._middle = PlainEvents("text", self._wants_ids)
+        self._chunks = Chunks(CompletionChunk, head, options, tokenizer, self._usage)
+        self._middle = PlainEvents("text", self._chunks.wants_ids)
+        self.end = self._chunks.end
         choices = len(prompts) * options.n
         self._begun = [False] * choices
         # per choice, characters of the tokens sent so far
@@ -252,7 +235,7 @@ class CompletionStream:
                 delta.text
                 or delta.finish_reason
                 or (first and self._echoes[prompt])
-                or self._tells_tokens(delta)
+                or self._chunks.tells(delta.token_ids)
             ):
                 self._begun[index] = True
                 data += self._chunk(index, prompt, first, delta)
@@ -261,67 +244,30 @@ class CompletionStream:
     def middle(self, output: GenerationOutput) -> bytes:
         """Return ``events`` of the only prompt, for a delivery that begins and ends no choice."""
         # the first delivery may have been another choice's
-        if not self._plain or not all(self._begun):
+        if not self._chunks.plain or not all(self._begun):
             return self.events(0, output)
         return self._middle.of(output, self._example)
 
-    def end(self) -> bytes:
-        """Return the usage chunk, if requested, and the end of the stream."""
-        if not self._include_usage:
-            return DONE
-        head = self._head
-        chunk = CompletionChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            service_tier=head.service_tier or UNSET,
-            system_fingerprint=head.fingerprint,
-            choices=[],
-            usage=self._usage.usage(),
-            metrics=self._usage.metrics() or UNSET,
-        )
-        return event(encode(chunk)) + DONE
-
-    def _tells_tokens(self, delta: ChoiceDelta) -> bool:
-        """Return whether tokens are sent even if they make no text yet."""
-        return bool(delta.token_ids) and (
-            self._wants_ids or self._continuous or self._writer is not None
-        )
-
     def _example(self, index: int) -> bytes:
         """Return a chunk that adds an empty text to a choice that has begun."""
-        token_ids = () if self._wants_ids else UNSET
-        return self._event(CompletionChunkChoice(index=index, text="", token_ids=token_ids))
+        token_ids = () if self._chunks.wants_ids else UNSET
+        return self._chunks.event(CompletionChunkChoice(index=index, text="", token_ids=token_ids))
 
     def _chunk(self, index: int, prompt: int, first: bool, delta: ChoiceDelta) -> bytes:
-        logprobs = None
-        if self._writer is not None and delta.logprobs:
+        logprobs, writer, wants_ids = None, self._chunks.writer, self._chunks.wants_ids
+        if writer is not None and delta.logprobs:
             logprobs, self._offsets[index] = completion_logprobs(
-                delta.logprobs, self._writer, self._offsets[index]
+                delta.logprobs, writer, self._offsets[index]
             )
-        elif self._writer is not None and first and (echoed := self._echoed[prompt]) is not None:
-            logprobs, _ = echoed_logprobs(self._prompts[prompt], echoed, self._writer)
+        elif writer is not None and first and (echoed := self._echoed[prompt]) is not None:
+            logprobs, _ = echoed_logprobs(self._prompts[prompt], echoed, writer)
         choice = CompletionChunkChoice(
             index=index,
             text=self._echoes[prompt] + delta.text if first else delta.text,
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason if delta.finish_reason is not None else UNSET,
-            token_ids=delta.token_ids if self._wants_ids else UNSET,
-            prompt_token_ids=self._prompts[prompt] if first and self._wants_ids else UNSET,
+            token_ids=delta.token_ids if wants_ids else UNSET,
+            prompt_token_ids=self._prompts[prompt] if first and wants_ids else UNSET,
         )
-        return self._event(choice)
-
-    def _event(self, choice: CompletionChunkChoice) -> bytes:
-        head = self._head
-        chunk = CompletionChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            service_tier=head.service_tier or UNSET,
-            system_fingerprint=head.fingerprint if choice.finish_reason else UNSET,
-            choices=[choice],
-            usage=self._usage.usage() if self._continuous else UNSET,
-            timings=self._usage.timings() if choice.finish_reason else UNSET,
-        )
-        return event(encode(chunk))
+        return self._chunks.event(choice)
