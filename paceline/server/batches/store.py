@@ -40,6 +40,8 @@ __all__ = ["BatchStore"]
 # maximum batches per owner: unfinished ones, and ended ones that are kept
 _MAX_UNFINISHED: Final = 256
 _MAX_ENDED: Final = 10_000
+# in SQL
+_UNFINISHED: Final = str(UNFINISHED)
 
 
 class BatchStore:
@@ -159,10 +161,8 @@ class BatchStore:
         """Delete a file. Raises HttpError 404 like ``file``, 409 while a batch needs it."""
         found = self.file(file_id, owner)
         row = self._db.row(
-            "SELECT id FROM batches WHERE input_file_id = ? AND status IN "
-            f"({_marks(UNFINISHED)}) LIMIT 1",
+            f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {_UNFINISHED} LIMIT 1",
             found.id,
-            *UNFINISHED,
         )
         if row is not None:
             raise HttpError(409, f"batch {row['id']} is not over and needs this file")
@@ -193,10 +193,7 @@ class BatchStore:
         if found.purpose != "batch":
             raise HttpError(400, f"file {found.id} has the purpose {found.purpose}, not batch")
         row = self._db.row(
-            f"SELECT count(*) AS n FROM batches WHERE owner = ? AND status IN "
-            f"({_marks(UNFINISHED)})",
-            owner,
-            *UNFINISHED,
+            f"SELECT count(*) AS n FROM batches WHERE owner = ? AND status IN {_UNFINISHED}", owner
         )
         if row is not None and row["n"] >= _MAX_UNFINISHED:
             raise HttpError(429, f"{row['n']} batches are not over; more cannot be created yet")
@@ -212,10 +209,10 @@ class BatchStore:
                 ),
             )  # fmt: skip
             self._db.execute(
-                "DELETE FROM batches WHERE owner = ? AND status NOT IN "
-                f"({_marks(UNFINISHED)}) AND number <= (SELECT number FROM batches WHERE "
-                "owner = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
-                (owner, *UNFINISHED, owner, _MAX_ENDED),
+                f"DELETE FROM batches WHERE owner = ? AND status NOT IN {_UNFINISHED} AND number "
+                "<= (SELECT number FROM batches WHERE owner = ? ORDER BY number DESC LIMIT 1 "
+                "OFFSET ?)",
+                (owner, owner, _MAX_ENDED),
             )
         return self.batch(batch_id)
 
@@ -237,10 +234,9 @@ class BatchStore:
         return [
             row["id"]
             for row in self._db.rows(
-                "SELECT id FROM batches WHERE status IN "
-                f"({_marks(UNFINISHED)}) ORDER BY status IN ('finalizing', 'cancelling') DESC, "
+                f"SELECT id FROM batches WHERE status IN {_UNFINISHED} "
+                "ORDER BY status IN ('finalizing', 'cancelling') DESC, "
                 "row_number() OVER (PARTITION BY owner ORDER BY number), number LIMIT ?",
-                *UNFINISHED,
                 limit,
             )
         ]
@@ -297,15 +293,8 @@ class BatchStore:
             for result in results:
                 inserted = self._db.execute(
                     "INSERT OR IGNORE INTO results SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM "
-                    f"batches WHERE id = ? AND status IN ({_marks(UNFINISHED)}))",
-                    (
-                        result.batch_id,
-                        result.line,
-                        result.failed,
-                        result.record,
-                        result.batch_id,
-                        *UNFINISHED,
-                    ),
+                    f"batches WHERE id = ? AND status IN {_UNFINISHED})",
+                    (result.batch_id, result.line, result.failed, result.record, result.batch_id),
                 ).rowcount
                 if inserted:
                     self._db.execute(
@@ -405,7 +394,3 @@ class BatchStore:
         with as_storage_errors():
             for row in self._db.execute(query, (batch_id, failed)):
                 yield row["record"]
-
-
-def _marks(values: Sequence[str]) -> str:
-    return ", ".join("?" * len(values))

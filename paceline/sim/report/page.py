@@ -16,7 +16,7 @@ import numpy as np
 from paceline.sim.report.metrics import Metrics
 from paceline.sim.report.svg import COLOURS, Chart, Series, draw
 
-__all__ = ["NAMES", "SHOWN", "Section", "html_page", "latency_charts"]
+__all__ = ["NAMES", "SHOWN", "Section", "html_page", "latency_charts", "latency_curves"]
 
 NAMES: Final = {
     "ttft": "Time to first token",
@@ -108,25 +108,34 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def latency_curves(
+    runs: Mapping[str, Metrics], metric: str, most_points: int
+) -> tuple[dict[str, tuple[list[float], list[float]]], list[float], float]:
+    """Return milliseconds and the share of requests below each, from the origin, by run; the
+    targets that at least one request has; and where the axis of time ends."""
+    most, curves = 0.0, {}
+    for run, metrics in runs.items():
+        values = np.sort(metrics.values(metric)) * 1e3
+        if not len(values):
+            continue
+        most = max(most, float(np.percentile(values, SHOWN)))
+        at = np.unique(np.linspace(0, len(values) - 1, most_points).astype(int))
+        curves[run] = [0.0, *values[at].tolist()], [0.0, *((at + 1) / len(values)).tolist()]
+    targets = sorted({t * 1e3 for metrics in runs.values() for t in metrics.targets(metric)})
+    return curves, targets, 1.05 * max([most, *targets]) or 1.0
+
+
 def latency_charts(runs: Mapping[str, Metrics]) -> list[Chart]:
     """Return charts of the share of requests below each TTFT, TPOT and E2E, one curve per run, with
     the targets that at least one request has."""
     charts = []
     for metric, name in NAMES.items():
-        most, series = 0.0, []
-        for run, metrics in runs.items():
-            values = np.sort(metrics.values(metric)) * 1e3
-            if not len(values):
-                continue
-            most = max(most, float(np.percentile(values, SHOWN)))
-            at = np.unique(np.linspace(0, len(values) - 1, _MAX_POINTS).astype(int))
-            shares = (at + 1) / len(values)
-            points = [(0.0, 0.0), *zip(values[at].tolist(), shares.tolist(), strict=True)]
-            series.append(Series(run, points, "step"))
-        targets = sorted({t * 1e3 for metrics in runs.values() for t in metrics.targets(metric)})
-        x_max = 1.05 * max([most, *targets]) or 1.0
+        curves, targets, x_max = latency_curves(runs, metric, _MAX_POINTS)
         beyond = sum(int((metrics.values(metric) * 1e3 > x_max).sum()) for metrics in runs.values())
         note = f"{beyond} requests lie beyond the right edge." if beyond else ""
+        series = [
+            Series(run, list(zip(*points, strict=True)), "step") for run, points in curves.items()
+        ]
         if series:
             axis = f"{metric.upper()}, ms"
             charts.append(

@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from paceline.errors import ConfigError
 from paceline.files import private_opener
 from paceline.sim.report.metrics import Metrics
-from paceline.sim.report.page import NAMES, SHOWN
+from paceline.sim.report.page import NAMES, latency_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,24 +37,15 @@ def plot_cdfs(runs: Mapping[str, Metrics], path: Path, *, title: str = "") -> No
     figure = _figure(path, width=12.0)
     axes = figure.subplots(1, 3, sharey=True)
     for axis, metric in zip(axes, ("ttft", "tpot", "e2e"), strict=True):
-        most = 0.0
-        for name, metrics in runs.items():
-            values = np.sort(metrics.values(metric)) * 1e3
-            if not len(values):
-                continue
-            most = max(most, float(np.percentile(values, SHOWN)))
-            at = np.unique(np.linspace(0, len(values) - 1, _MAX_POINTS).astype(int))
-            # from the origin, so that a curve is connected to the axis
-            x = np.concatenate(([0.0], values[at]))
-            y = np.concatenate(([0.0], (at + 1) / len(values)))
+        curves, targets, x_max = latency_curves(runs, metric, _MAX_POINTS)
+        for name, (x, y) in curves.items():
             axis.step(x, y, where="post", label=name)
-        targets = sorted({t * 1e3 for metrics in runs.values() for t in metrics.targets(metric)})
         for target in targets:
             axis.axvline(target, color="black", linestyle="--", linewidth=1.0)
             axis.annotate(f" target {target:g}", (target, 0.02), fontsize="small")
         axis.set_title(NAMES[metric])
         axis.set_xlabel(f"{metric.upper()} (ms)")
-        axis.set_xlim(0.0, 1.05 * max([most, *targets]) or 1.0)
+        axis.set_xlim(0.0, x_max)
         axis.set_ylim(0.0, 1.02)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of requests")

@@ -161,45 +161,25 @@ class ResponseBuilder:
 
     def _open_text(self) -> bytes:
         self._open = "text"
-        item = {
-            "id": f"msg_{token_hex(16)}",
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
-        self._output.append(item)
+        item = {"id": f"msg_{token_hex(16)}", "type": "message", "role": "assistant"}
+        added = self._add(item | {"status": "in_progress", "content": []})
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return self._event(
-            "response.output_item.added", output_index=len(self._output) - 1, item=item
-        ) + self._text_event("response.content_part.added", part=part)
+        return added + self._text_event("response.content_part.added", part=part)
 
     def _open_thoughts(self) -> bytes:
         self._open = "thoughts"
-        item = {
-            "id": f"rs_{token_hex(16)}",
-            "type": "reasoning",
-            "status": "in_progress",
-            "summary": [],
-            "content": [],
-        }
-        self._output.append(item)
+        item = {"id": f"rs_{token_hex(16)}", "type": "reasoning", "status": "in_progress"}
+        added = self._add(item | {"summary": [], "content": []})
         part = {"type": "reasoning_text", "text": ""}
-        return self._event(
-            "response.output_item.added", output_index=len(self._output) - 1, item=item
-        ) + self._text_event("response.content_part.added", part=part)
+        return added + self._text_event("response.content_part.added", part=part)
 
     def _open_call(self, piece: ChatPiece, index: int) -> bytes:
         self._open = index
         call = piece.calls[index]
-        item = {
-            "id": f"fc_{token_hex(16)}",
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
+        item = {"id": f"fc_{token_hex(16)}", "type": "function_call", "call_id": call.id}
+        return self._add(item | {"name": call.name, "arguments": "", "status": "in_progress"})
+
+    def _add(self, item: dict[str, Any]) -> bytes:
         self._output.append(item)
         return self._event(
             "response.output_item.added", output_index=len(self._output) - 1, item=item
