@@ -58,9 +58,6 @@ def create_app(
     app = FastAPI(
         title="Paceline",
         version=paceline.__version__,
-        docs_url="/docs" if config.enable_docs else None,
-        redoc_url="/redoc" if config.enable_docs else None,
-        openapi_url="/openapi.json" if config.enable_docs else None,
     )
     batches = Batches(service, config.batches)
     app.state.service = service

@@ -73,12 +73,6 @@ async def test_documentation_lists_every_endpoint(http: httpx.AsyncClient) -> No
     assert (await http.get("/docs")).status_code == 200
 
 
-async def test_documentation_can_be_off(engine: LocalEngineClient) -> None:
-    async with connect(create_app(engine, ServerConfig(enable_docs=False))) as http:
-        for path in ("/docs", "/redoc", "/openapi.json"):
-            assert (await http.get(path)).status_code == 404
-
-
 async def test_request_ids(http: httpx.AsyncClient) -> None:
     first, second = [await http.get("/health") for _ in range(2)]
     assert uuid.UUID(first.headers["X-Request-Id"]) != uuid.UUID(second.headers["X-Request-Id"])

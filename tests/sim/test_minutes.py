@@ -21,7 +21,7 @@ from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.step_times.recorded import RecordedStepTimes, step_intervals
 from paceline.sim.workload.spec import open_workload
 from paceline.timeline.codec import encode, headers
-from paceline.timeline.collect import Collector
+from paceline.timeline.collect import Frames
 from paceline.timeline.events import Done, FrameType, Plan, Told
 
 WORKLOAD = (
@@ -48,18 +48,18 @@ def both(
     )
     path = tmp_path / "r.jsonl"
     writer = FileRecorder(path, config.scheduler, config.cache, depth)
-    collector = Collector(config.scheduler, config.cache, keep_frames=True)
+    kept = bytearray()
+    frames = Frames(config.scheduler, config.cache, kept.extend)
     simulator = Simulator(
         Pool.single(config, FixedStepTimes(0.004, 0.0001)),
         lambda served: None,
         prefix_block=16,
-        recorder=lambda index, config: Recorders(writer, collector),
+        recorder=lambda index, config: Recorders(writer, frames),
     )
     simulator.run(arrivals or open_workload(WORKLOAD, seed=3))
     writer.close()
-    collector.close()
-    frames = bytes(collector.frames)
-    return Recording.read(path), recording_of(frames, config), frames
+    frames.close()
+    return Recording.read(path), recording_of(bytes(kept), config), bytes(kept)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

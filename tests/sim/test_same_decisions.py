@@ -13,12 +13,13 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
+from paceline.engine.recorder import Recorders
 from paceline.sim.live import DecisionLog, run_live
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.timeline.codec import Decoder
-from paceline.timeline.collect import Collector
+from paceline.timeline.collect import Collector, Frames
 from paceline.timeline.events import Kind, Plan
 from tests.sim.workloads import bursty
 
@@ -163,18 +164,22 @@ def test_the_digest_sees_a_difference() -> None:
 )
 def test_identical_timelines(settings: ReplicaConfig, kind: Kind) -> None:
     """Byte by byte: so a page that shows one shows the other."""
-    told = [Collector(settings.scheduler, settings.cache, keep_frames=True) for _ in range(2)]
-    run_live(bursty(COUNT), settings, TIMES, prefix_block=32, recorder=told[0])
+    told = [Collector(settings.scheduler, settings.cache) for _ in range(2)]
+    kept = [bytearray(), bytearray()]
+    frames = [Frames(settings.scheduler, settings.cache, each.extend) for each in kept]
+    both = [Recorders(*pair) for pair in zip(told, frames, strict=True)]
+    run_live(bursty(COUNT), settings, TIMES, prefix_block=32, recorder=both[0])
     Simulator(
         Pool.single(settings, TIMES),
         lambda _: None,
         prefix_block=32,
-        recorder=lambda number, config: told[1],
+        recorder=lambda number, config: both[1],
     ).run(bursty(COUNT))
-    for each in told:
+    for each in both:
         each.close()
+    for each in told:
         assert not each.model.requests and each.model.num_doubts == 0
-    live, simulated_ = (list(Decoder().feed(bytes(each.frames))) for each in told)
+    live, simulated_ = (list(Decoder().feed(bytes(each))) for each in kept)
     for one, other in zip(live, simulated_, strict=True):
         assert repr(one) == repr(other)
     # what it is about does happen

@@ -155,8 +155,6 @@ class ServerConfig:
     otlp_endpoint: str | None = None
     # where files and batches are kept; None: they are not served
     batches: BatchConfig | None = None
-    # serve /docs, /redoc and /openapi.json
-    enable_docs: bool = True
     # serve the page at /ui
     ui: bool = True
     # the page's files, read again at each request; None: those of the package, read once

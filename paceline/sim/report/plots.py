@@ -6,7 +6,7 @@ png, svg or pdf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from paceline.sim.report.metrics import Metrics
 from paceline.sim.report.page import NAMES, latency_curves
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["plot_cdfs", "plot_curves"]
@@ -63,14 +62,12 @@ def plot_curves(
     y: str,
     title: str = "",
     at_most_x: str = "",
-    decorate: Callable[[Axes], None] | None = None,
 ) -> None:
     """Plot lines through (x, y) points, for instance goodput against rate. Axes begin at zero.
 
     Args:
         x, y: labels of the axes, with units.
         at_most_x: label for a dashed line at y = x, the largest value that y can have.
-        decorate: adds to the axes before they are saved.
     """
     figure = _figure(path, width=6.0)
     axis = figure.subplots()
@@ -86,8 +83,6 @@ def plot_curves(
     axis.set_ylim(bottom=0.0)
     axis.grid(alpha=0.3)
     axis.legend()
-    if decorate is not None:
-        decorate(axis)
     _save(figure, path)
 
 
