@@ -68,7 +68,7 @@ def test_it_is_what_a_recorder_wrote(tmp_path: Path, depth: int) -> None:
     assert any(request.preemptions for request in written.requests), "or it says little"
     assert len(told.steps) == len(written.steps) > 100
     for ours, theirs in zip(told.steps, written.steps, strict=True):
-        # frames have 32 bits for what the backend says, which tells when the one before was done
+        # what the backend says tells when the one before was done
         assert ours.done == pytest.approx(theirs.done, abs=1e-6)
         same = {"seconds": 0.0, "wide": (), "done": 0.0}
         assert replace(ours, **same) == replace(theirs, **same)  # type: ignore[arg-type]
