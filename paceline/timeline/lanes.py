@@ -27,7 +27,7 @@ _DEMOTE, _PROMOTE = int(Kind.DEMOTE), int(Kind.PROMOTE)
 class Entry:
     """A request that has not ended."""
 
-    __slots__ = ("lane", "mode", "number", "paused", "demoted", "request", "since")
+    __slots__ = ("demoted", "lane", "mode", "number", "paused", "request", "since")
 
     def __init__(self, number: int, request: Request) -> None:
         self.number = number
