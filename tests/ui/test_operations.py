@@ -80,7 +80,7 @@ def test_a_batch_is_cancelled_and_a_drain_is_told(tmp_path: Path, open_page: Ope
         asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = httpx.post(f"{server.url}/v1/batches", json=asked).json()["id"]
         page = open_page(f"{server.url}/ui/operations")
-        page.get_by_text("This server asks nobody for a key").wait_for()
+        page.get_by_text("This server asks for no key").wait_for()
         row = page.get_by_role("row", name=batch)
         row.get_by_role("button", name="Cancel").click()
         row.get_by_text("cancelled").wait_for()

@@ -59,7 +59,7 @@ export function story(told, usage, target) {
 /**
  * The time of a request, in parts: what it waited for, reason by reason, its prompt, its tokens and the way to this browser; and
  * marks of when its first token was predicted and is due. The parts add up to `total`. A preempted request waits again, and of
- * its waits nobody tells which came before its first token: its prompt and its tokens are one part.
+ * its timeline does not say which waits came before its first token: its prompt and its tokens are one part.
  * @param {any} told one entry of usage.timeline
  * @param {number} total milliseconds from here to its end
  * @param {number | null} target milliseconds to the first token

@@ -1,4 +1,4 @@
-// What runs here, for whoever operates it: its state, keys and what they used, the model, what was set, batches. Reads alone.
+// The state of this server for its operators: keys and their usage, the model, settings, batches. It only reads.
 import { h, signal, useEffect } from "../vendor/preact.js";
 import { ApiError, getJson, key } from "../lib/api.js";
 import { duration, visible } from "../lib/format.js";
@@ -95,7 +95,7 @@ function used(limit, own) {
 
 /** @param {{ keys: any[], all: number, found: number }} props */
 function Keys({ keys, all, found }) {
-  if (!all) return h("p", { class: "quiet" }, "This server asks nobody for a key; --api-key-file gives it some (docs/operate/security.md).");
+  if (!all) return h("p", { class: "quiet" }, "This server asks for no key; --api-key-file gives it some (docs/operate/security.md).");
   const names = ["Name", "Scope", "Requests", "Tokens", "At once", "Under way", "Served", "Tokens read", "Tokens written"];
   return [
     h("label", { class: "find" }, h("span", null, "Name holds"), h("input", { type: "search", value: find.value, autocomplete: "off", spellcheck: false,

@@ -51,7 +51,7 @@ function growing() {
   };
   return { text, flush, add: (/** @type {string} */ piece) => {
     more += piece;
-    // a hidden tab draws no frames, and has nobody to read
+    // a hidden tab draws no frames, and has no reader
     if (!asked) asked = requestAnimationFrame(flush);
   } };
 }

@@ -78,7 +78,7 @@ function Line({ name, title, say, most }) {
   const oldest = Math.max(60, ...points.map((/** @type {any} */ point) => point.ago));
   const at = (/** @type {any} */ point) => `${(300 * (1 - point.ago / oldest)).toFixed(1)},${(60 - 56 * (high ? Math.min(1, point[name] / high) : 0)).toFixed(1)}`;
   const values = points.map((/** @type {any} */ point) => point[name]);
-  // nobody watched since, or nothing ended: then it is not what is now
+  // no page was open since, or nothing ended: then it is not the present state
   const newest = points.at(-1)?.ago ?? 0;
   const words = values.length ? `${say(values.at(-1))} ${newest < 30 ? "now" : `${span(newest)} ago`}, ${say(Math.min(...values))} to ${say(Math.max(...values))} in the last ${span(oldest)}` : "nothing to show yet";
   return h("figure", { class: "spark" },
@@ -89,7 +89,7 @@ function Line({ name, title, say, most }) {
       segments(points).map((each) => h("polyline", { points: each.map(at).join(" ") }))));
 }
 
-/** Cut where nobody watched for a while. @param {any[]} points @returns {any[][]} */
+/** Cut the points where no page was open for a while. @param {any[]} points @returns {any[][]} */
 function segments(points) {
   /** @type {any[][]} */
   const found = [];
@@ -115,7 +115,7 @@ function Shown() {
   const wasted = Object.entries(frame.wasted_tokens_per_s).map(([why, rate]) => [`Wasted, tokens/s: ${visible(why)}`, plain(/** @type {number} */ (rate))]);
   const missed = (/** @type {Record<string, number>} */ kinds) => Object.entries(kinds).map(([kind, count]) => `${kind} ${count}`).join(", ") || "–";
   return [
-    h("p", { class: "quiet", id: "of-when" }, `Of the last ${span(frame.interval)}.`, asked && frame.interval < asked - 6 && frame.interval < uptime - 6 ? " Longer ago nobody watched." : "",
+    h("p", { class: "quiet", id: "of-when" }, `Of the last ${span(frame.interval)}.`, asked && frame.interval < asked - 6 && frame.interval < uptime - 6 ? " No page was open before." : "",
       !frame.ready && h("b", { class: "bad" }, " The server is not ready.")),
     h("div", { class: "now" }, h("dl", null, [
       ["met every target", kept(frame.attainment)], ["goodput, requests/s", plain(frame.goodput_per_s)], ["ended, requests/s", plain(frame.requests_per_s)],

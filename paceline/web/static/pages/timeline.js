@@ -403,5 +403,5 @@ export function Timeline({ shown }) {
     h(Story, null));
 }
 
-// for tests and for whoever asks in the console: what is drawn, as numbers
+// for tests and for the console: the drawn values, as numbers
 /** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, find: byNumber, painter: () => painter, heardAt: () => heardAt, pending: () => pending };

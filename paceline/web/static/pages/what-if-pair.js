@@ -270,5 +270,5 @@ function StepTable({ one, other }) {
       [...(rows[0][i] ?? ["", "", "", "", ""]), ...(rows[1][i] ?? ["", "", "", "", ""])].map((value, j) => h("td", { key: j, class: "num" }, value)))))));
 }
 
-// for tests and for whoever asks in the console
+// for tests and for the console
 export const seen = { view, cursor, pair, painters };

@@ -237,7 +237,7 @@ export function WhatIf({ shown }) {
     return () => removeEventListener("keydown", onKey);
   }, [shown]);
   useEffect(() => {
-    // a job that nobody asks for is ended, so it is asked for from another tab of this page too
+    // a job without a viewer is ended, so another tab of this page asks for it too
     if (!shown && !busy) return;
     look();
     const timer = setInterval(look, busy ? 1000 : 5000);
@@ -249,5 +249,5 @@ export function WhatIf({ shown }) {
     told.value && !refused ? [h(Form, null), h(Progress, null), h(Results, null)] : !failed.value && h("p", { class: "quiet" }, "Asking the server."));
 }
 
-// for tests and for whoever asks in the console
+// for tests and for the console
 /** @type {any} */ (globalThis).pacelineWhatIf = { told, ...seen };

@@ -19,7 +19,7 @@ export const find = signal(query.get("sel") ?? "");
 export const table = signal("");
 export const order = signal({ column: "came", up: false });
 export const hover = signal({ x: 0, y: 0, text: "" });
-// a slower clock for words and tables, which nobody reads sixty times a second
+// a slower clock for words and tables, as no reader needs them sixty times a second
 export const words = signal(0);
 export const narrowPage = matchMedia("(max-width: 900px)");
 /** What is drawn with, once there is a canvas, and how to ask for a frame. */

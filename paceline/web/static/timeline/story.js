@@ -83,7 +83,7 @@ export function wordsOf(history, column, blocks) {
     `${history.tokens[at]} of ${history.budget[at]} tokens`,
     `${history.narrow[at]} of one, ${history.wide[at]} chunks`,
     Number.isNaN(took) ? "under way" : `${duration(1e3 * took)}${history.predicted[at] ? `, predicted ${duration(1e3 * history.predicted[at])}` : ""}`,
-    history.waiting[at] ? `${history.waiting[at]} wait${history.held[at] < 255 ? ` for ${WHY[history.held[at]]}` : ""}` : "nobody waits",
+    history.waiting[at] ? `${history.waiting[at]} wait${history.held[at] < 255 ? ` for ${WHY[history.held[at]]}` : ""}` : "no request waits",
     `${history.free[at]} of ${blocks ?? "?"} blocks free`,
   ];
   if (history.merged[at] > 1) parts.push(`stands for ${history.merged[at]} steps`);
