@@ -17,10 +17,10 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (7_914, ("core/**/*",), 7_800),
+    "core": (7_787, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
-        2_830,
+        2_828,
         ("core/scheduler", "core/request", "core/step/*", "core/queues/*", "core/memory/block_pool",
          "core/memory/kv_cache", "core/policies/fcfs", "-core/step/speculation",
          "-core/queues/fair_queue"),

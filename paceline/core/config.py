@@ -134,13 +134,11 @@ class SchedulerConfig:
             )
         for tenant, weight in self.tenant_weights.items():
             if not (isfinite(weight) and weight > 0.0):
-                raise ConfigError(
-                    f"tenant_weights must be positive numbers, got {weight} for tenant {tenant!r}"
-                )
+                found = f"{weight} for tenant {tenant!r}"
+                raise ConfigError(f"tenant_weights must be positive numbers, got {found}")
         if self.preemption not in PREEMPTION_MODES:
-            raise ConfigError(
-                f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption!r}"
-            )
+            modes = ", ".join(PREEMPTION_MODES)
+            raise ConfigError(f"preemption must be one of {modes}, got {self.preemption!r}")
 
 
 _CACHE: Final = ranges_of(CacheConfig)

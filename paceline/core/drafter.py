@@ -33,4 +33,3 @@ class Drafter(Protocol):
         Args:
             tokens: all known tokens, prompt and output; each call's begin with the last call's.
         """
-        ...

@@ -48,11 +48,8 @@ class Grammar:
                 f"a grammar is one of {', '.join(_MAX_SOURCE)}, not {self.kind!r}", self.field
             )
         if len(self.source) > limit:
-            raise InvalidRequestError(
-                f"{self.field}: a {self.kind} may have {limit} characters, "
-                f"this one has {len(self.source)}",
-                self.field,
-            )
+            why = f"a {self.kind} may have {limit} characters, this one has {len(self.source)}"
+            raise InvalidRequestError(f"{self.field}: {why}", self.field)
 
 
 class TokenMatcher(Protocol):

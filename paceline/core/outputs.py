@@ -43,10 +43,8 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy-on-write: copy block ``src`` to ``dst`` and set the request's table[index] = dst.
-
-    All copies of a plan happen, in order, before anything of that step is written.
-    """
+    """Copy-on-write: copy block ``src`` to ``dst`` and set the request's table[index] = dst. All
+    copies of a plan happen, in order, before anything of that step is written."""
 
     request_id: str
     index: int

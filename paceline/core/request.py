@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from paceline.core.drafter import Drafter
@@ -22,12 +23,14 @@ from paceline.core.slo import NO_SLO, Slo
 from paceline.core.tier import Move, Tier, after, tier_of
 
 __all__ = [
-    "MOST_DRAFT_TOKENS", "FinishReason", "Forecast", "ForecastKind", "History", "Request",
+    "MOST_DRAFT_TOKENS", "ORDER", "FinishReason", "Forecast", "ForecastKind", "History", "Request",
     "RequestSpec", "RequestStatus", "ResumedOutput",
 ]  # fmt: skip
 
 # most draft tokens in one row (``outputs.Draft``)
 MOST_DRAFT_TOKENS: Final = 32
+# the sort key of requests that wait in the policy's order
+ORDER: Final = attrgetter("order")
 
 
 class RequestStatus(enum.Enum):
@@ -239,8 +242,8 @@ class Request:
         self.num_tokens = self.num_new_tokens = num_prompt + len(self.output_token_ids)
         self.max_total_tokens = num_prompt + sampling.max_tokens
         self.stop_ids = sampling.eos_token_ids | sampling.stop_token_ids
-        lengths = num_prompt.bit_length(), sampling.max_tokens.bit_length()
-        self.label = (asked.slo.slo_class, *lengths)
+        buckets = num_prompt.bit_length(), sampling.max_tokens.bit_length()
+        self.label = (asked.slo.slo_class, *buckets)
         self.tier = tier_of(asked.slo)
         self.set_targets(asked.slo)
 

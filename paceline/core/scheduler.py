@@ -85,8 +85,7 @@ class Scheduler:
         self.wake_at: float | None = None
         # conditions of the newest plan with rows
         self.note: StepNote | None = None
-        self._num_added = 0
-        self._num_steps = 0
+        self._num_added = self._num_steps = 0
         self._rest()
 
     # ------------------------------------------------------------------ events in

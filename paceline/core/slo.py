@@ -45,11 +45,9 @@ class Slo:
         for name in ("ttft", "tpot", "itl", "deadline", "queue_ttl"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= MAX_SECONDS:
-                raise InvalidRequestError(
-                    f"slo.{name}_ms must be above 0 and at most {MAX_SECONDS * 1e3:.0f}, "
-                    f"got {value * 1e3:g}",
-                    f"slo.{name}_ms",
-                )
+                field, most = f"slo.{name}_ms", f"{MAX_SECONDS * 1e3:.0f}"
+                why = f"{field} must be above 0 and at most {most}, got {value * 1e3:g}"
+                raise InvalidRequestError(why, field)
 
     @property
     def has_targets(self) -> bool:

@@ -67,19 +67,16 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` <= ``num_free`` blocks with a reference each; evict what they cached."""
         blank, ref_counts = self._blank, self._ref_counts
-        taken: list[int] = []
-        if blank:
-            first = max(0, len(blank) - count)
-            taken = blank[first:][::-1]
-            del blank[first:]
+        first = max(0, len(blank) - count)
+        taken = blank[first:][::-1]
+        del blank[first:]
         if len(taken) < count:
-            if self._num_used < self.num_blocks:
-                excess = len(self._findable) - self._max_idle
-                if excess > 0:
-                    self._evict(min(count - len(taken), excess), taken)
-                fresh = range(self._num_used, self.num_blocks)[: count - len(taken)]
-                taken += fresh
-                self._num_used += len(fresh)
+            excess = len(self._findable) - self._max_idle
+            if excess > 0:
+                self._evict(min(count - len(taken), excess), taken)
+            fresh = range(self._num_used, self.num_blocks)[: count - len(taken)]
+            taken += fresh
+            self._num_used += len(fresh)
             if len(taken) < count:
                 self._evict(count - len(taken), taken)
         for block_id in taken:

@@ -24,8 +24,7 @@ class HostBlocks:
         self._free = list(range(self._count - 1, -1, -1))
         # moves that the next plan carries out, in order; public, to be looked at without a call
         self.swaps: list[BlockSwap] = []
-        self.num_swapped_out = 0
-        self.num_swapped_in = 0
+        self.num_swapped_out = self.num_swapped_in = 0
 
     @property
     def num_free(self) -> int:
@@ -44,9 +43,8 @@ class HostBlocks:
         """Give a request blocks for its copied tokens that are not in a cached prefix."""
         host_ids = request.host_block_ids[len(request.block_ids) :]
         block_ids = self._pool.allocate(len(host_ids))
-        self.swaps += [
-            BlockSwap(*each, to_host=False) for each in zip(host_ids, block_ids, strict=True)
-        ]
+        moves = zip(host_ids, block_ids, strict=True)
+        self.swaps += [BlockSwap(*move, to_host=False) for move in moves]
         self.num_swapped_in += len(host_ids)
         request.block_ids += block_ids
         request.num_computed_tokens = max(request.num_computed_tokens, request.num_swapped_tokens)
@@ -71,7 +69,6 @@ class HostBlocks:
         for request in requests:
             tokens, held = request.num_swapped_tokens, request.host_block_ids
             known += held
-            assert len(held) == -(-tokens // self._block_size), (
-                f"request {request.request_id}: {tokens} swapped tokens in {held}"
-            )
+            found = f"{tokens} swapped tokens in {held}"
+            assert len(held) == -(-tokens // self._block_size), f"{request.request_id}: {found}"
         assert sorted(known) == list(range(self._count)), "host blocks are lost"

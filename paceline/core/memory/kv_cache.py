@@ -16,7 +16,7 @@ This module does not know queues, budgets or time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
@@ -38,16 +38,15 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return SHA-256 of the parent's hash and the block's tokens: equal only for equal prefixes, or
     one caller would be served with another's cache."""
-    tokens = tuple(token_ids)
-    return sha256(parent + _packer(len(tokens))(*tokens)).digest()
+    return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
 
 
 @lru_cache
 def _packer(num_tokens: int) -> Callable[..., bytes]:
-    # takes half the time of array("q", tokens).tobytes() and of struct.pack, same result
+    # takes half the time of array("q", token_ids).tobytes() and of struct.pack, same result
     return Struct(f"{num_tokens}q").pack
 
 
@@ -89,8 +88,7 @@ class KVCacheManager:
         self.host = HostBlocks(config, self.pool)
         self._watermark_blocks = int(config.watermark * config.num_blocks)
         # tokens looked up in, and served from, the prefix cache since start
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
+        self.num_queried_tokens = self.num_hit_tokens = 0
 
     def shortfall(
         self, request: Request, shared: list[int] | None = None, *, beside_others: bool
@@ -152,9 +150,8 @@ class KVCacheManager:
 
     def num_missing(self, request: Request) -> int:
         """Return the blocks that a running request lacks for its tokens, known or pending."""
-        num_tokens = request.num_tokens + request.num_pending_tokens
         # the last token is never input to a step
-        stored = min(num_tokens, request.max_total_tokens - 1)
+        stored = min(request.num_tokens + request.num_pending_tokens, request.max_total_tokens - 1)
         return max(0, blocks_for(stored, self.block_size) - len(request.block_ids))
 
     def extend(self, request: Request, num_tokens: int) -> Extension | None:
@@ -166,9 +163,8 @@ class KVCacheManager:
         if missing <= 0 and not request.shares_tail and windows is None:
             return _UNCHANGED
         copies_tail = request.shares_tail and self._tail_is_shared(request)
-        if max(missing, 0) + copies_tail > self.pool.num_free:
-            return None
-        if windows is not None and not windows.has_room(request, end, copies_tail):
+        has_room = windows is None or windows.has_room(request, end, copies_tail)
+        if not has_room or max(missing, 0) + copies_tail > self.pool.num_free:
             return None
         copy = None
         if copies_tail:
@@ -205,9 +201,8 @@ class KVCacheManager:
         self.pool.acquire(child.block_ids)
         child.num_computed_tokens = parent.num_prompt_tokens - 1
         child.num_new_tokens = 1
-        child.num_hashed_blocks = min(
-            parent.num_hashed_blocks, child.num_computed_tokens // self.block_size
-        )
+        full = child.num_computed_tokens // self.block_size
+        child.num_hashed_blocks = min(parent.num_hashed_blocks, full)
         child.block_hashes = parent.block_hashes[: child.num_hashed_blocks]
         child.shares_tail = parent.shares_tail = True
 
@@ -217,12 +212,10 @@ class KVCacheManager:
         if not self.config.enable_prefix_caching:
             return
         known = min(request.num_computed_tokens, request.num_tokens)
-        full = known // self.block_size
-        first = request.num_hashed_blocks
+        first, full = request.num_hashed_blocks, known // self.block_size
         if full <= first:
             return
-        if full > len(request.block_hashes):
-            self._extend_hashes(request, full)
+        self._extend_hashes(request, full)
         block_ids, block_hashes = request.block_ids[first:full], request.block_hashes[first:full]
         if self.windows is not None:
             self.windows.prefer(block_ids, block_hashes)
@@ -235,8 +228,7 @@ class KVCacheManager:
         if self.windows is not None:
             self.windows.free(request)
         request.block_ids = []
-        request.num_computed_tokens = request.num_draft_tokens = 0
-        request.num_hashed_blocks = 0
+        request.num_computed_tokens = request.num_draft_tokens = request.num_hashed_blocks = 0
         request.shares_tail = False
 
     def starting_blocks(self, request: Request) -> list[int]:
@@ -272,14 +264,12 @@ class KVCacheManager:
         """Raise AssertionError unless tables, counters and the pool agree."""
         requests, references = list(requests), Counter[int]()
         for request in requests:
-            held = len(request.block_ids)
-            computed = request.num_computed_tokens
+            held, computed = len(request.block_ids), request.num_computed_tokens
             where = f"request {request.request_id}"
             references.update(request.block_ids)
             assert len(set(request.block_ids)) == held, f"{where}: a block twice in its table"
-            assert blocks_for(computed, self.block_size) <= held, (
-                f"{where}: {computed} computed tokens in {held} blocks of {self.block_size}"
-            )
+            found = f"{computed} computed tokens in {held} blocks of {self.block_size}"
+            assert blocks_for(computed, self.block_size) <= held, f"{where}: {found}"
             assert request.num_hashed_blocks <= min(held, len(request.block_hashes)), where
             if held and not request.shares_tail:
                 tail = request.block_ids[computed // self.block_size :]

@@ -50,20 +50,17 @@ def future_peak(longest_first: Sequence[tuple[int, int]]) -> int:
 class MemoryOutlook:
     """Forecast whether memory lasts until the running requests and one more end. Valid for a step.
 
-    Blocks that several requests hold count once; a request's last block counts as full.
+    Of the ``num_held`` blocks in use, those that several requests hold count once; a request's last
+    block counts as full.
     """
 
     def __init__(
-        self,
-        running: Sequence[Request],
-        work: WorkEstimator,
-        cache: CacheConfig,
-        num_held_blocks: int,
+        self, running: Sequence[Request], work: WorkEstimator, cache: CacheConfig, num_held: int
     ) -> None:
         self._running = list(running)
         self._work = work
         self._block_size = cache.block_size
-        self._held = num_held_blocks * cache.block_size
+        self._held = num_held * cache.block_size
         self._capacity = capacity(cache)
         # tokens of the running requests if every output reached its maximum
         self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * cache.block_size
@@ -74,9 +71,9 @@ class MemoryOutlook:
         # upper bound of the peak of these sequences
         self._peak = math.inf
 
-    def hold(self, num_held_blocks: int) -> None:
+    def hold(self, num_held: int) -> None:
         """Set the number of blocks in use; no request was added meanwhile."""
-        self._held = num_held_blocks * self._block_size
+        self._held = num_held * self._block_size
 
     def admits(self, request: Request, num_shared_blocks: int) -> bool:
         """Whether the cache will not overflow with a request that shares so many blocks in use."""

@@ -61,8 +61,7 @@ class StepBudget:
         self, model: StepTimeModel, chunk: ChunkSize, work: WorkEstimator, config: SchedulerConfig
     ) -> None:
         self._model, self._chunk, self._work = model, chunk, work
-        self._adaptive = config.adaptive_token_budget
-        self._most = config.max_num_batched_tokens
+        self._adaptive, self._most = config.adaptive_token_budget, config.max_num_batched_tokens
         # longest time, s, of a step while only best effort runs
         self._best_effort_step_s = config.best_effort_step_s if self._adaptive else math.inf
 
@@ -110,19 +109,16 @@ class StepBudget:
             allowed = min(self._least_spare(view.paced, now), gap)
             allowed /= max(1.0, self._model.quantile(LATE_QUANTILE))
             if view.shared:
-                allowed = min(allowed, self._shared_seconds(view))
+                # new requests of other tenants wait for its end, as for that of best effort alone;
+                # with many rows it is longer, as prompts in a small part of it would cost too much
+                rows = _SHARED_ROWS * self._model.predict(view.base)
+                allowed = min(allowed, max(self.best_effort_seconds, rows))
         if allowed == math.inf:
             tokens = chunk.unpaced(num_running, view.narrow_rows)
         else:
             tokens = chunk.within(view.base, start, chunk.knee(), seconds=allowed, gap=gap)
         # a prompt with a target must not wait for best-effort rows
         return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
-
-    def _shared_seconds(self, view: RunningView) -> float:
-        """Return the longest time, s, of a step while tenants that are kept apart share the engine:
-        that of best effort alone, as new requests of other tenants wait for its end; but with many
-        rows enough that most of it is still for prompts, or their tokens would cost too much."""
-        return max(self.best_effort_seconds, _SHARED_ROWS * self._model.predict(view.base))
 
     def _least_spare(self, paced: Sequence[Request], now: float) -> float:
         """Return the seconds the next step may take for all paced requests: until the next token of

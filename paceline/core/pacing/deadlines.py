@@ -65,8 +65,7 @@ class Deadlines:
         targets: WaitingTargets,
         demote: Callable[[Request], None],
     ) -> None:
-        self._state, self._budget, self._targets = state, budget, targets
-        self._demote = demote
+        self._state, self._budget, self._targets, self._demote = state, budget, targets, demote
         # requests left out that may be restored
         self._left_out: dict[Request, DueEntry] = {}
         self.rest()
@@ -178,11 +177,9 @@ class Deadlines:
         """Return running requests that stream and would be late if they skipped steps, the earliest
         first, as far as the pace of others, their prompts and the length of steps allow."""
         those = tuple(
-            request
-            for request in self._hurried
-            if request.status is RequestStatus.RUNNING
-            and request.tier is not Tier.ORDINARY
-            and request.num_uncomputed_tokens <= 1
+            r
+            for r in self._hurried
+            if r.status is RequestStatus.RUNNING and r.best_effort and r.num_uncomputed_tokens <= 1
         )
         if not those:
             return those

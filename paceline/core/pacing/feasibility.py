@@ -51,14 +51,11 @@ class Feasibility:
     """Finds late requests and demotes them, unless ``config.demote_late`` is off."""
 
     def __init__(self, state: SchedulerState, budget: StepBudget, targets: WaitingTargets) -> None:
-        self._state = state
-        self._targets = targets
+        self._state, self._budget, self._targets = state, budget, targets
         self._enabled = state.config.demote_late
-        self._budget = budget
         self.deadlines = Deadlines(state, budget, targets, self.demote)
         # number of changes of the queue at the last triage, and steps since then
-        self._triaged_at = -1
-        self._since_triage = 0
+        self._triaged_at, self._since_triage = -1, 0
 
     def is_late(self, request: Request, now: float) -> bool:
         """Whether it would miss its TTFT target even if nothing else were computed from now on."""
@@ -87,10 +84,7 @@ class Feasibility:
         a prompt to compute, or for best effort with a deadline. Requests without targets would gain
         nothing that they asked for, and streams keep their pace whatever else runs. If all others
         have targets, it is demoted for late ones among them and for requests to come as well.
-
-        Args:
-            passed: waiting requests that were taken from the queue in this step.
-        """
+        ``passed`` waited, and were taken from the queue in this step."""
         if self.deadlines.pressing:
             return True
         waiting = self._state.waiting

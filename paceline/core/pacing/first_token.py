@@ -89,9 +89,7 @@ class FirstTokenForecast:
         self._alike: tuple[list[tuple[float, int]], ...] = tuple([] for _ in Tier)
         # version of the plan at the last look, and findings: free slots, prompt tokens per step,
         # narrow rows and their seconds, those of a prompt token, and tokens that ordinary ones lack
-        self._seen = -1
-        self._free_places = 0
-        self._tokens_per_step = 2
+        self._seen, self._free_places, self._tokens_per_step = -1, 0, 2
         self._base = StepShape()
         self._step_seconds = self._token_seconds = 0.0
         self._num_lacking = 0
@@ -157,9 +155,8 @@ class FirstTokenForecast:
         was measured. ``others_demoted``: late requests before it are assumed to be demoted."""
         state, last = self._state, self._state.last
         for known, actual, demoted in last.first_tokens:
-            # the outcome of a request that was demoted against its forecast says nothing of others
-            on_time = known.kind.late and not demoted
-            if not self._displaces and not on_time and (known.kind.late or not demoted):
+            # the outcome of a request demoted, or kept, against its forecast says nothing of others
+            if known.kind.late == demoted and not self._displaces:
                 self._learn(known, actual)
         last.first_tokens.clear()
         if not state.step_time.ready:
@@ -186,7 +183,8 @@ class FirstTokenForecast:
             # requests before it come first, and then ordinary work to come leaves only a part
             seconds = alone = alone + prompt + self._outside(request, prompt)
             return Forecast(kind._replace(late=late), seconds, alone, 0.0, 0.0)
-        if late and self._will_demote(request):
+        if late and state.config.demote_late and self._targets.dues and not request.boosted:
+            # it will be demoted for other waiting requests
             if others_demoted:
                 seconds = alone = self._without_late(request) + prompt
             late = seconds > _DOUBT * request.late_after
@@ -196,10 +194,6 @@ class FirstTokenForecast:
             return Forecast(kind._replace(late=late), seconds, seconds, 0.0, 0.0)
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
         return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
-
-    def _will_demote(self, late: Request) -> bool:
-        """Whether a request that will be late is demoted for other waiting requests."""
-        return bool(self._state.config.demote_late and self._targets.dues and not late.boosted)
 
     def seconds_each(self, request: Request) -> float:
         """Return the seconds between requests like this one if they are served one after another

@@ -47,8 +47,7 @@ class Paced:
 
     def __init__(self, state: SchedulerState, tenants: TenantShares | None) -> None:
         config, model, chunk = state.config, state.step_time, state.chunk
-        self._state = state
-        self._tenants = tenants
+        self._state, self._tenants = state, tenants
         self.budget = StepBudget(model, chunk, state.work, config)
         self.share = GuaranteedShare(state)
         self.waiting_targets = WaitingTargets(state)

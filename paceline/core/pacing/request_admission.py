@@ -45,6 +45,9 @@ _PER_PLACE: Final = 7
 # number of limits on waiting up to which those of requests that no longer wait are kept
 _FEW: Final = 64
 
+# ends a request
+Finish = Callable[[Request, FinishReason], None]
+
 
 class Expired(NamedTuple):
     """A request that was dropped before it was started."""
@@ -56,11 +59,8 @@ class Expired(NamedTuple):
 
 
 class RequestAdmission:
-    """Accepts or refuses requests, and limits how long they wait. One per scheduler.
-
-    Args:
-        tenants: None: tenants are not kept apart.
-    """
+    """Accepts or refuses requests, and limits how long they wait. One per scheduler. ``tenants`` is
+    None if they are not kept apart."""
 
     def __init__(
         self,
@@ -69,8 +69,7 @@ class RequestAdmission:
         share: GuaranteedShare,
         targets: WaitingTargets,
     ) -> None:
-        self._state = state
-        self._tenants = tenants
+        self._state, self._tenants = state, tenants
         self.forecast = FirstTokenForecast(state, share, targets)
         # latest time at which a refused caller was asked to come back; idle or not, they all do
         self._comes_back_at = 0.0
@@ -152,10 +151,8 @@ class RequestAdmission:
         ``_PER_PLACE`` times the places left, so that other requests find one. Where tenants are
         kept apart and there are several, the same holds for the requests of each. This is the
         dynamic threshold of shared packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998);
-        no waiting request is dropped for it, and it needs no number of tenants.
-
-        Args:
-            left: places in the queue that are left after the request's forks have theirs.
+        no waiting request is dropped for it, and it needs no number of tenants. ``left`` places are
+        left in the queue after the request's forks have theirs.
         """
         asked, tenants, limit = request.asked, self._tenants, self._state.config.max_num_waiting
         num_forks, predicted = asked.num_forks, request.history.predicted_ttft
@@ -210,7 +207,7 @@ class RequestAdmission:
         self.next_expiry = math.inf
         self.forecast.rest()
 
-    def drop(self, now: float, finish: Callable[[Request, FinishReason], None]) -> list[Expired]:
+    def drop(self, now: float, finish: Finish) -> list[Expired]:
         """End waiting requests that were never started, and their forks: those past their limit on
         waiting, and those that were demoted and would now be refused. Returns the errors for their
         callers."""
@@ -235,12 +232,7 @@ class RequestAdmission:
         return dropped
 
     def _expiry(
-        self,
-        request: Request,
-        reason: str,
-        why: str,
-        finish: Callable[[Request, FinishReason], None],
-        now: float,
+        self, request: Request, reason: str, why: str, finish: Finish, now: float
     ) -> Expired:
         forks = tuple(self._state.forks.by_parent.get(request.request_id, ()))
         for each in (*forks, request):
@@ -269,11 +261,9 @@ def check_admissible(
         NeverFitsError: prompt + max_tokens exceed the context or the whole KV cache.
         InvalidRequestError: empty prompt, duplicate id, unknown ``fork_of``.
     """
-    asked = request.asked
-    prompt, output = request.num_prompt_tokens, asked.sampling.max_tokens
-    if asked.sampling.pooling is not None:
-        # a pooled request generates no token
-        output = 0
+    asked, prompt = request.asked, request.num_prompt_tokens
+    # a pooled request generates no token
+    output = asked.sampling.max_tokens if asked.sampling.pooling is None else 0
     if prompt == 0:
         raise InvalidRequestError("the prompt is empty: at least 1 token is needed", "prompt")
     if request.request_id in live:
@@ -306,15 +296,11 @@ def _check_resumed(request: Request, token_ids: tuple[int, ...]) -> None:
     """Raise InvalidRequestError if an output has already ended with these tokens."""
     sampling = request.asked.sampling
     if len(token_ids) >= sampling.max_tokens:
-        raise InvalidRequestError(
-            f"resume_output_ids holds {len(token_ids)} tokens, and max_tokens="
-            f"{sampling.max_tokens} counts them: nothing is left to generate",
-            "resume_output_ids",
-        )
+        why = f"max_tokens={sampling.max_tokens} counts them: nothing is left to generate"
+        message = f"resume_output_ids holds {len(token_ids)} tokens, and {why}"
+        raise InvalidRequestError(message, "resume_output_ids")
     for position, token_id in enumerate(token_ids, 1):
         if token_id in request.stop_ids and position >= sampling.min_tokens:
-            raise InvalidRequestError(
-                f"resume_output_ids has token {token_id}, which ends the output, at position "
-                f"{position - 1} of {len(token_ids)}",
-                "resume_output_ids",
-            )
+            where = f"at position {position - 1} of {len(token_ids)}"
+            why = f"resume_output_ids has token {token_id}, which ends the output, {where}"
+            raise InvalidRequestError(why, "resume_output_ids")

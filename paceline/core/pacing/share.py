@@ -1,11 +1,11 @@
 """The guaranteed share: time for best effort on an engine that ordinary work would fill alone.
 
-Best effort is served from what ordinary work leaves. While it waits for more, it
-earns ``best_effort_share`` of the engine's seconds, and may spend them at the expense of ordinary
-work: on a free slot before the first ordinary request, or on rows and chunks beyond the time that
-others' targets leave. So its wait is bounded by the work before it divided by the share, and the
-cost to ordinary work by the share. The deadline server of Linux's scheduler does the same for
-ordinary tasks next to real-time ones.
+Best effort is served from what ordinary work leaves. While it waits for more, it earns
+``best_effort_share`` of the engine's seconds, and may spend them at the expense of ordinary work:
+on a free slot before the first ordinary request, or on rows and chunks beyond the time that others'
+targets leave. So its wait is bounded by the work before it divided by the share, and the cost to
+ordinary work by the share. The deadline server of Linux's scheduler does the same for ordinary
+tasks next to real-time ones.
 
 Seconds are predicted seconds of steps. Two things are counted, and the scarcer one decides: slots,
 of which a request takes its part of every step while all are taken (blocks, while requests wait for
@@ -28,7 +28,7 @@ from typing import Final
 from paceline.core.pacing.view import RunningView
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
-from paceline.core.request import Request
+from paceline.core.request import ORDER, Request
 from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -60,10 +60,9 @@ class GuaranteedShare:
     def __init__(self, state: SchedulerState) -> None:
         config = state.config
         self._state, self._model = state, state.step_time
-        self._share = config.best_effort_share
+        self._share, self._timeout = config.best_effort_share, config.queue_timeout_s
         # the time that rows add to a step is limited only if steps are sized by their time
         self._meters = config.adaptive_token_budget
-        self._timeout = config.queue_timeout_s
         # when the last planned step begins
         self._now = 0.0
         # seconds earned and not spent on slots or memory, and on the time of steps; below 0: spent
@@ -101,13 +100,12 @@ class GuaranteedShare:
             self._limit(-math.inf if view.best_effort else 0.0, 0.0)
             return
         if last is not None and last.rows and self._model.ready:
-            own = [request for request in view.best_effort if self.has_share(request)]
-            self._settle(last, own, len(view.best_effort))
+            self._settle(view, last)
 
-    def _settle(self, last: Step, own: list[Request], num_running: int) -> None:
-        """Count what best effort earned in the last step, and what its slots cost. ``own``, of
-        ``num_running`` running best-effort requests, have a share."""
+    def _settle(self, view: RunningView, last: Step) -> None:
+        """Count what best effort earned in the last step, and what its slots cost."""
         seconds = self._model.predict(last.shape)
+        own = [request for request in view.best_effort if self.has_share(request)]
         if own or self._first() is not None:
             self._places += self._share * seconds
             self._time += self._share * seconds
@@ -118,7 +116,7 @@ class GuaranteedShare:
             part = self._part([request for request in own if not request.granted])
             time = 0.0
             if last.ordinary_seconds is not None:
-                time = (seconds - last.ordinary_seconds) * len(own) / num_running
+                time = (seconds - last.ordinary_seconds) * len(own) / len(view.best_effort)
             free, least = max(seconds * part, time), -_AHEAD * self._share
             self._places = max(min(self._places, least), self._places - free)
             self._time = max(min(self._time, least), self._time - free)
@@ -196,7 +194,7 @@ class GuaranteedShare:
         """Return the first by order alone of the requests that head the best-effort queues and have
         a share: no tier waits for ever behind another."""
         heads = filter(self.has_share, self._state.waiting.best_effort_heads())
-        return min(heads, key=_order, default=None)
+        return min(heads, key=ORDER, default=None)
 
     def turn(self) -> Request | None:
         """Return the waiting request that gets the next free slot, ahead of ordinary ones; None: no
@@ -216,10 +214,8 @@ class GuaranteedShare:
         for request in view.best_effort:
             lacking = request.num_uncomputed_tokens
             if lacking > 1 and request.granted and self.has_share(request):
-                base = view.base
-                each = (
-                    self._model.predict(base.plus(0, _TILE)) - self._model.predict(base)
-                ) / _TILE
+                base, predict = view.base, self._model.predict
+                each = (predict(base.plus(0, _TILE)) - predict(base)) / _TILE
                 return min(lacking, int(self.credit / max(each, 1e-9)))
         return 0
 
@@ -234,7 +230,3 @@ class GuaranteedShare:
             # the time of steps without such rows is known only from steps without them
             return 0.0
         return self._model.predict(view.base) + max(0.0, self.credit)
-
-
-def _order(request: Request) -> tuple[float, int]:
-    return request.order

@@ -24,8 +24,7 @@ class TenantShares:
     def __init__(self, weights: TenantWeights) -> None:
         self._weights = weights
         self._unfinished: Counter[str] = Counter()
-        self._num_unfinished = 0
-        self._num_arrivals = 0
+        self._num_unfinished = self._num_arrivals = 0
         # number of the last arrival of each recent tenant, the earliest first
         self._lately: dict[str, int] = {}
 

@@ -15,9 +15,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, islice
 from operator import attrgetter, gt
-from typing import Any, Final
+from typing import Any
 
-from paceline.core.request import Request
+from paceline.core.request import ORDER, Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
@@ -25,8 +25,6 @@ __all__ = ["DueEntry", "WaitingTargets", "all_in_time", "due_entry", "is_deadlin
 
 # (deadline, number of arrival, request); sorts by deadline
 DueEntry = tuple[float, int, Request]
-
-_ORDER: Final = attrgetter("order")
 
 
 def _is_targeted(request: Request) -> bool:
@@ -82,7 +80,7 @@ class WaitingTargets:
                 self.num_changes += 1
                 group = self.group(request)
                 own = self.targeted.setdefault(group, [])
-                _change(own, request, more, _ORDER)
+                _change(own, request, more, ORDER)
                 if not own:
                     del self.targeted[group]
                 _change(self.dues, _first_token_due(request), more)
@@ -91,11 +89,10 @@ class WaitingTargets:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the indices agree with the queues."""
-        assert self.deadline_batch == sorted(
-            map(due_entry, filter(is_deadline_batch, self._queues))
-        )
+        deadline_batch = filter(is_deadline_batch, self._queues)
+        assert self.deadline_batch == sorted(map(due_entry, deadline_batch))
         targeted: dict[str, list[Request]] = {}
-        for request in sorted(filter(_is_targeted, self._queues.ordinary), key=_ORDER):
+        for request in sorted(filter(_is_targeted, self._queues.ordinary), key=ORDER):
             targeted.setdefault(self.group(request), []).append(request)
         assert self.targeted == targeted
         assert self.dues == sorted(map(_first_token_due, chain(*targeted.values())))

@@ -5,18 +5,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
-from paceline.core.request import Request
+from paceline.core.request import ORDER, Request
 from paceline.core.slo import Slo
 from paceline.core.tier import Tier
 
 __all__ = ["FcfsPolicy", "PolicyContext", "overrides"]
-
-_ORDER = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class FcfsPolicy:
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterable[Request]:
         """Yield waiting requests in the predicted order of admission. They are given in order: by
         tenant if the policy keeps tenants apart, else all in one row."""
-        return heapq.merge(*waiting.values(), key=_ORDER)
+        return heapq.merge(*waiting.values(), key=ORDER)
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
         """Return the candidates, at least one and in order, that should give up blocks before

@@ -56,8 +56,7 @@ class ChunkSize:
         self._model, self._most, self._adaptive = model, most, adaptive
         self.tile, self.floor, self.gap = _TILE, floor, gap
         self._overhead = overhead
-        self._tiles = 1
-        self._known_at = -1
+        self._tiles, self._known_at = 1, -1
         # chunks that were sized to hide behind the rows next to them
         self._num_hidden = 0
 

@@ -9,7 +9,7 @@ This module does not know time or memory.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import repeat
@@ -39,8 +39,7 @@ class _Window:
         self._order.append(value)
         insort(self.values, value)
         if len(self._order) > self._size:
-            oldest = self._order.popleft()
-            self.values.pop(bisect_right(self.values, oldest) - 1)
+            del self.values[bisect_left(self.values, self._order.popleft())]
 
 
 class LengthHistory:
@@ -48,8 +47,7 @@ class LengthHistory:
     ``min_samples`` uses those of all labels together."""
 
     def __init__(self, *, window: int = 200, min_samples: int = 8) -> None:
-        self._window = window
-        self._min_samples = min_samples
+        self._window, self._min_samples = window, min_samples
         self._labels: dict[Hashable, _Window] = {}
         self._all = _Window(2 * window)
 
@@ -77,8 +75,7 @@ class WorkEstimator:
     """Combines the step-time model with the history of output lengths."""
 
     def __init__(self, step_time: StepTimeModel, lengths: LengthHistory) -> None:
-        self._step_time = step_time
-        self._lengths = lengths
+        self._step_time, self._lengths = step_time, lengths
 
     def output_tokens(self, request: Request, q: float = 0.5) -> int:
         """Return the q-quantile of the final number of output tokens; max_tokens if unknown."""

@@ -57,11 +57,10 @@ class StepShape(NamedTuple):
     def plus(self, start: int, num_tokens: int) -> StepShape:
         """Return this step with one more row."""
         if num_tokens == 1:
-            return StepShape(
-                self.wide_tokens, self.wide_keys, self.narrow_rows + 1, self.narrow_keys + start
-            )
-        keys = self.wide_keys + num_tokens * (start + num_tokens / 2)
-        return StepShape(self.wide_tokens + num_tokens, keys, self.narrow_rows, self.narrow_keys)
+            rows, keys = self.narrow_rows + 1, self.narrow_keys + start
+            return StepShape(self.wide_tokens, self.wide_keys, rows, keys)
+        pairs = self.wide_keys + num_tokens * (start + num_tokens / 2)
+        return StepShape(self.wide_tokens + num_tokens, pairs, self.narrow_rows, self.narrow_keys)
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledRow]) -> StepShape:
@@ -83,8 +82,7 @@ class StepTimeModel:
     """
 
     def __init__(self, *, forgetting: float = 0.995, min_observations: int = 16) -> None:
-        self._forgetting = forgetting
-        self._min_observations = min_observations
+        self._forgetting, self._min_observations = forgetting, min_observations
         self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
         self._moment = [0.0] * _SIZE
         # weight of the newest observation, before the division by its seconds

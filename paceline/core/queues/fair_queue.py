@@ -58,8 +58,7 @@ class FairQueue:
     """
 
     def __init__(self, saved: float, weights: TenantWeights) -> None:
-        self._saved = saved
-        self._weights = weights
+        self._saved, self._weights = saved, weights
         self._tenants: dict[str, RequestQueue] = {}
         # one entry of each tenant is up to date; in addition there may be stale ones
         self._heap: list[_Entry] = []
@@ -67,8 +66,7 @@ class FairQueue:
         self._counters: dict[str, float] = {}
         # number of counters at which some are forgotten
         self._most = _MAX_TENANTS
-        self._largest = 0.0
-        self._level = 0.0
+        self._largest = self._level = 0.0
         # by tenant that had saved up tokens when it returned last: how much further below the level
         # than others it entered. Without that it has been served no more than its share
         self._lent: dict[str, float] = {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-from paceline.core.request import Request
+from paceline.core.request import ORDER, Request
 
 __all__ = ["RequestQueue", "WaitingQueue"]
 
@@ -22,7 +22,6 @@ class WaitingQueue(Protocol):
 
     def __iter__(self) -> Iterator[Request]:
         """Yield all members, in no particular order."""
-        ...
 
     def __contains__(self, request: Request) -> bool: ...
 
@@ -30,31 +29,27 @@ class WaitingQueue(Protocol):
 
     def peek(self) -> Request | None:
         """Return the first request, or None when the queue is empty."""
-        ...
 
     def num_ahead(self, request: Request) -> int:
         """Return about how many members would be admitted before a newcomer, whose ``order[0]`` is
         set. Takes the same time for any number of members."""
-        ...
 
     def pop(self) -> Request | None:
         """Take the first request, or None when the queue is empty."""
-        ...
 
     def remove(self, request: Request) -> None:
         """Take a member out for good."""
-        ...
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every member can be popped exactly once."""
-        ...
 
 
 class RequestQueue:
-    """Requests by ``order``, or the newest first: a heap with lazy removal, O(log n) amortised."""
+    """Requests by an order that is fixed while they wait: a heap with lazy removal, O(log n)
+    amortised."""
 
-    def __init__(self, *, newest_first: bool = False) -> None:
-        self._newest_first = newest_first
+    def __init__(self, order: Callable[[Request], tuple[float, int]] = ORDER) -> None:
+        self._order = order
         # (*order, number of the push, request), flat: comparing nested tuples costs twice as much
         self._heap: list[tuple[float, int, int, Request]] = []
         # by id, the number of the valid push: a request pushed again has an entry for each push
@@ -73,12 +68,7 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         self._num_pushed += 1
         self._members[request.request_id] = (self._num_pushed, request)
-        order = self._order_of(request) if self._newest_first else request.order
-        heapq.heappush(self._heap, (*order, self._num_pushed, request))
-
-    def _order_of(self, request: Request) -> tuple[float, int]:
-        newest = -request.asked.arrival_time, -request.order[1]
-        return newest if self._newest_first else request.order
+        heapq.heappush(self._heap, (*self._order(request), self._num_pushed, request))
 
     def peek(self) -> Request | None:
         heap = self._heap
@@ -124,9 +114,7 @@ class RequestQueue:
 
     def check_integrity(self) -> None:
         live = [entry for entry in self._heap if self._is_live(entry)]
-        assert sorted(entry[3].request_id for entry in live) == sorted(self._members), (
-            "heap and members of the queue differ"
-        )
-        assert all(entry[:2] == self._order_of(entry[3]) for entry in live), (
-            "a member's order has changed"
-        )
+        ids = sorted(entry[3].request_id for entry in live)
+        assert ids == sorted(self._members), "heap and members of the queue differ"
+        kept = all(entry[:2] == self._order(entry[3]) for entry in live)
+        assert kept, "a member's order has changed"

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter
-from typing import Final
+from operator import add
 
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.queues.wait_clocks import WaitClocks
-from paceline.core.request import Request
+from paceline.core.request import ORDER, Request
 from paceline.core.tier import Tier
 
 __all__ = ["Forks", "WaitingQueues"]
 
 
-_ORDER: Final = attrgetter("order")
+def _newest(request: Request) -> tuple[float, int]:
+    return -request.asked.arrival_time, -request.order[1]
 
 
 class Forks:
@@ -59,17 +59,14 @@ class Forks:
 
 class WaitingQueues:
     """All requests that could be admitted next. Only this class changes the policy's queues.
-
-    Args:
-        newest_first: late requests that were never started are served newest first.
-    """
+    ``newest_first``: late requests that were never started are served newest first."""
 
     def __init__(
         self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager, *, newest_first: bool
     ) -> None:
         # a queue for each tier, and one for late requests; empty unless these go newest first
         self._queues = tuple(make_queue() for _ in Tier)
-        self.late = RequestQueue(newest_first=True)
+        self.late = RequestQueue(_newest)
         self._newest_first = newest_first
         # public, for reading alone
         self.ordinary = self._queues[Tier.ORDINARY]
@@ -99,12 +96,8 @@ class WaitingQueues:
         return request in self._queue_of(request)
 
     def _queue_of(self, request: Request) -> WaitingQueue:
-        if (
-            request.tier is Tier.DEMOTED
-            and self._newest_first
-            and request.first_scheduled_time is None
-            and not request.asked.slo.best_effort
-        ):
+        apart = request.tier is Tier.DEMOTED and self._newest_first
+        if apart and request.first_scheduled_time is None and not request.asked.slo.best_effort:
             return self.late
         return self._queues[request.tier]
 
@@ -138,9 +131,7 @@ class WaitingQueues:
         history = request.history
         waited = max(0.0, now - history.waiting_since)
         spent = self.clocks.since(history.waits_before, waited)
-        if history.waits:
-            spent = [old + new for old, new in zip(history.waits, spent, strict=True)]
-        history.waits = spent
+        history.waits = list(map(add, history.waits, spent)) if history.waits else spent
 
     def push(self, request: Request) -> None:
         """Sort a request in. The wait of a member that was taken goes on."""
@@ -163,9 +154,8 @@ class WaitingQueues:
 
     def drop_blocks(self) -> bool:
         """Take the blocks of all members that hold some; return True if there were any."""
-        holders = list(self._holders.values())
-        self._holders.clear()
-        for request in holders:
+        holders, self._holders = self._holders, {}
+        for request in holders.values():
             self._kv.free(request)
         return bool(holders)
 
@@ -199,7 +189,7 @@ class WaitingQueues:
         if first is not None and pressing:
             return first
         heads = filter(None, (first, demoted.peek(), self.late.peek()))
-        return min(heads, key=_ORDER, default=None) or background.peek()
+        return min(heads, key=ORDER, default=None) or background.peek()
 
     def first(self, *, pressing: bool) -> Request | None:
         """Return the first of all: best effort only if no other request waits."""
@@ -231,9 +221,8 @@ class WaitingQueues:
         """Raise AssertionError unless sums and members agree."""
         members = list(self)
         assert len(members) == self._size
-        assert self._holders == {r.request_id: r for r in members if r.block_ids}, (
-            "a request waits with blocks that cannot be taken back"
-        )
+        holders = {request.request_id: request for request in members if request.block_ids}
+        assert self._holders == holders, "a request waits with blocks that cannot be taken back"
         for queue in (*self._queues, self.late):
             assert all(self._queue_of(request) is queue for request in queue)
             queue.check_integrity()

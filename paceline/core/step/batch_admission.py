@@ -26,12 +26,8 @@ class BatchAdmission:
     """Admits waiting requests into steps."""
 
     def __init__(self, state: SchedulerState, rows: Rows) -> None:
-        self._state = state
-        self._config = state.config
-        self._kv = state.kv
-        self._waiting = state.waiting
-        self._running = state.running
-        self._rows = rows
+        self._state, self._rows, self._config = state, rows, state.config
+        self._kv, self._waiting, self._running = state.kv, state.waiting, state.running
         self._charges = overrides(state.policy, "served")
         self._capacity = capacity(state.cache)
 

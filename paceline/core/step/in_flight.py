@@ -30,8 +30,7 @@ class StepsInFlight:
     ``lead_s`` seconds before the likely end of the last."""
 
     def __init__(self, step_time: StepTimeModel, lead_s: float) -> None:
-        self._step_time = step_time
-        self._lead_s = lead_s
+        self._step_time, self._lead_s = step_time, lead_s
         # with predicted seconds, and how many of them go into making draft tokens
         self._steps: deque[tuple[int, list[Request], StepShape, float, float]] = deque()
         # when the last of these steps is predicted to end

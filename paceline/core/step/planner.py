@@ -30,11 +30,8 @@ class Planner:
         self._admission = BatchAdmission(state, self._rows)
 
     def fill(self, step: Step, *, held: bool) -> Reason | None:
-        """Plan rows, and return why the head of the queue is blocked; None if it is not.
-
-        Args:
-            held: the policy admits no request for now.
-        """
+        """Plan rows, and return why the head of the queue is blocked; None if it is not. ``held``:
+        the policy admits no request for now."""
         mixes = self._state.policy.mixes
         if not mixes:
             self._choose_kind(step, held)

@@ -24,12 +24,9 @@ class Rows:
     """Writes rows into steps."""
 
     def __init__(self, state: SchedulerState) -> None:
-        self._kv = state.kv
-        self._running = state.running
-        self._forks = state.forks
-        self._waiting = state.waiting
-        self._expendable = state.policy.expendable
-        self._mixes = state.policy.mixes
+        self._kv, self._running = state.kv, state.running
+        self._forks, self._waiting = state.forks, state.waiting
+        self._mixes, self._expendable = state.policy.mixes, state.policy.expendable
         self._block_size = state.cache.block_size
         self._caches = state.cache.enable_prefix_caching
 
@@ -40,8 +37,7 @@ class Rows:
         preempted = False
         asks = limited and step.seconds < math.inf
         meters = limited and step.background_seconds < math.inf
-        plain = self._mixes and not self._forks.by_parent and not meters
-        plain = plain and self._kv.windows is None
+        plain = self._mixes and not (meters or self._forks.by_parent or self._kv.windows)
         index = 0
         while index < len(running):
             if plain:
@@ -78,9 +74,7 @@ class Rows:
             return int(takes)
         reserved = len(running) - index - 1 + later
         num_tokens = max(1, min(behind, step.budget - reserved))
-        if limited:
-            num_tokens = min(num_tokens, step.chunk(request, admission=False))
-        return num_tokens
+        return min(num_tokens, step.chunk(request, admission=False)) if limited else num_tokens
 
     def _plain_rows(self, step: Step, running: list[Request], index: int, *, asks: bool) -> int:
         """Add rows of one token for the requests from ``index`` on, by the shortest way, up to the
@@ -128,17 +122,16 @@ class Rows:
         """Free blocks for ``num_tokens`` tokens of ``running[index]`` from waiting requests, else
         from running ones; None: the request itself had to give up its own."""
         request = running[index]
-        while True:
-            if not self._waiting.drop_blocks():
-                victim = self._victim(step, running, index, limited)
-                self._running.preempt(victim, step.now)
-                if victim in running:
-                    running.remove(victim)
-                if victim is request:
-                    return None
-            extension = self._kv.extend(request, num_tokens)
-            if extension is not None:
-                return extension
+        while (extension := self._kv.extend(request, num_tokens)) is None:
+            if self._waiting.drop_blocks():
+                continue
+            victim = self._victim(step, running, index, limited)
+            self._running.preempt(victim, step.now)
+            if victim in running:
+                running.remove(victim)
+            if victim is request:
+                return None
+        return extension
 
     def _victim(self, step: Step, running: list[Request], index: int, limited: bool) -> Request:
         """Choose the request that gives up blocks for ``running[index]``: none that has a row

@@ -39,23 +39,19 @@ class Speculation(Protocol):
     def begins(self, request: Request | None) -> bool:
         """Whether drafts begin now that this request arrives, which has an expected output
         (``prediction_token_ids``); None: from the start. Not called again once it is True."""
-        ...
 
     def add(self, step: Step) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete, with tokens and blocks that no other
         request wants; see ``SchedulerOutput.drafts``. Sets both attributes."""
-        ...
 
     def forces(self, step: Step) -> tuple[int, ...]:
         """Return ``SchedulerOutput.forces`` for a step with all its rows."""
-        ...
 
     def apply_result(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
         """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
         Counts computed tokens of wrong drafts as not computed: the next row overwrites them."""
-        ...
 
 
 # called once, with the parts of the scheduler

@@ -36,8 +36,7 @@ class Updates:
     def __init__(
         self, state: SchedulerState, finish: Callable[[Request, FinishReason], None]
     ) -> None:
-        self._state = state
-        self._finish = finish
+        self._state, self._finish = state, finish
         self._sampled = state.policy.sampled
         # most policies do not count tokens served
         self._counts = overrides(state.policy, "served", "sampled")
