@@ -351,18 +351,18 @@ class _BodyWriter:
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """Return the head without the header that frames the body."""
         cycle = self._cycle
-        lines = [STATUS_LINE[status]]
+        head = STATUS_LINE[status]
         closes = False
         for name, value in headers:
             if b"\n" in value or b"\r" in value or b"\0" in value:
                 raise ValueError(f"a header's value is one line, got {value[:60]!r}")
             closes = closes or (name == b"connection" and value == b"close")
-            lines.append(b"%b: %b\r\n" % (name, value))
+            head += b"%b: %b\r\n" % (name, value)
         if closes:
             cycle.keep_alive = False
         elif not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        return b"".join(lines)
+            head += b"connection: close\r\n"
+        return head
 
 
 class _NoLength(int):

@@ -132,6 +132,7 @@ class KeyRing:
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys: Sequence[ApiKey] = tuple(keys)
+        self.is_empty = not self._keys
         names = [key.name for key in self._keys]
         if len(set(names)) < len(names) or len(names) > _MAX_KEYS:
             twice = next((name for name in names if names.count(name) > 1), "")

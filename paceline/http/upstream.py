@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
-from paceline.wire.response import Fault, Head, ReadEvent, ResponseReader
+from paceline.wire.response import Fault, Head, ResponseReader
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -209,7 +209,14 @@ class Connection(asyncio.Protocol):
                 if self._sink is None:
                     # the sink has dropped the connection
                     break
-                self._pass_on(event, sink)
+                if type(event) is bytes:
+                    sink.on_data(event)
+                elif type(event) is Head:
+                    sink.on_head(event.status, event.headers)
+                elif type(event) is Fault:
+                    self._lose(event.why)
+                else:
+                    self._end(sink)
         except Exception:
             self._sink_failed()
             return
@@ -220,20 +227,11 @@ class Connection(asyncio.Protocol):
             elif reader.keeps_alive and self.is_open:
                 self._pool.give_back(self)
 
-    def _pass_on(self, event: ReadEvent, sink: Sink) -> None:
-        if isinstance(event, bytes):
-            sink.on_data(event)
-        elif isinstance(event, Head):
-            sink.on_head(event.status, event.headers)
-        elif isinstance(event, Fault):
-            self._lose(event.why)
-        else:
-            self._end(sink)
-
     def _end(self, sink: Sink) -> None:
         self._sink = None
         if self._reader.keeps_alive:
-            self.resume()
+            if self.is_paused:
+                self.resume()
         elif self._transport is not None:
             self._transport.close()
         try:

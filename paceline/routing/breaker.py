@@ -100,7 +100,7 @@ class Breaker:
 
     def begin(self, now: float) -> None:
         """Note that a request is sent. Each one ends in ``succeed``, ``fail`` or ``abandon``."""
-        if self.state(now) == "half-open":
+        if self._opened and now >= self._open_until:
             self._probes += 1
 
     def abandon(self) -> None:
@@ -108,7 +108,8 @@ class Breaker:
         self._probes = max(0, self._probes - 1)
 
     def succeed(self, now: float) -> None:
-        self._probes = max(0, self._probes - 1)
+        if self._probes:
+            self._probes -= 1
         self._in_a_row = 0
         self._count(now, 1, 0)
         if self._opened and now >= self._open_until:

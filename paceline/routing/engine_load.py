@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from paceline.routing.latency import LatencyModel
 from paceline.routing.pace import Pace
 from paceline.routing.prefixes import PREFIX_BLOCK_BYTES, PrefixIndex
@@ -30,8 +32,7 @@ _USUAL_STEP: Final = 0.02
 _PRESSED_LEVEL: Final = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """Expected use of a request."""
 
     prompt_tokens: float
@@ -65,8 +66,7 @@ class Pressure:
     level: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
+class EngineView(msgspec.Struct, frozen=True):
     """An engine as a choice sees it."""
 
     name: str

@@ -49,8 +49,9 @@ class LinearModel:
         self.num_samples = 0
 
     def predict(self, x: Sequence[float]) -> float:
-        assert len(x) == len(self._w), "a weight for each"
-        total: float = sum(map(mul, self._w, x))
+        total = 0.0
+        for weight, value in zip(self._w, x, strict=True):
+            total += weight * value
         return total
 
     def learn(self, x: Sequence[float], y: float) -> float:

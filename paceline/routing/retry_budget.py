@@ -66,10 +66,13 @@ class RetryBudget:
         return max(0.0, self._deposited + self._floor)
 
     def _pass(self, now: float) -> None:
-        seconds = max(0.0, now - self._at)
-        self._at = max(self._at, now)
-        self._floor = min(self._floor + self._per_second * seconds, self._per_second * self._memory)
-        if self._memory > 0.0:
-            self._deposited *= max(0.0, 1.0 - seconds / self._memory)
-        else:
+        seconds, memory = now - self._at, self._memory
+        if seconds > 0.0:
+            self._at = now
+            floor, most = self._floor + self._per_second * seconds, self._per_second * memory
+            self._floor = floor if floor < most else most
+            self._deposited = (
+                self._deposited * (1.0 - seconds / memory) if seconds < memory else 0.0
+            )
+        elif memory <= 0.0:
             self._deposited = 0.0

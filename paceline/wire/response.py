@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import httptools
+import msgspec
 
 from paceline.wire import fast_paths
 
@@ -21,8 +22,7 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 _MOST_SIZE_BYTES: Final = 9
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """Head of an answer."""
 
     status: int
@@ -48,6 +48,20 @@ ReadEvent = Head | bytes | End | Fault
 _END: Final = End()
 
 
+class _Lower(dict[bytes, bytes]):
+    """Names of headers in lower case."""
+
+    def __missing__(self, name: bytes) -> bytes:
+        lower = name.lower()
+        # servers cannot fill the memory with names
+        if len(self) < 256 and len(name) <= 64:
+            self[name] = lower
+        return lower
+
+
+_LOWER: Final = _Lower()
+
+
 class ResponseReader:
     """Reader of one connection, whose answers follow each other.
 
@@ -62,13 +76,18 @@ class ResponseReader:
         # body parts of the present read
         self._parts: list[bytes] = []
         self._headers: list[tuple[bytes, bytes]] = []
-        # bytes of the present incomplete head, and of its lines so far
-        self._head_bytes = self._parsed_bytes = 0
+        # bytes of the present incomplete head
+        self._head_bytes = 0
+        # bytes of the present answer's header lines; 0: not counted, as the reads were short
+        self._parsed_bytes = 0
+        # the present read may hold too long a head
+        self._is_long = False
         self._in_head = True
         # the answer has a length, or chunks
         self._framed = False
         self._interim = False
-        self._keep = False
+        # the answer lets its connection carry another one
+        self.keeps_alive = False
         # the parser has seen the end of a chunk, and no new one since
         self._chunk_ended = False
         # the next byte is the first of a chunk, and ``read_chunk`` may read that
@@ -78,11 +97,6 @@ class ResponseReader:
         self.is_complete = False
         # bytes came after a complete answer, which no request had asked for
         self.is_unsolicited = False
-
-    @property
-    def keeps_alive(self) -> bool:
-        """Whether the answer lets its connection carry another one."""
-        return self._keep
 
     @property
     def ends_with_connection(self) -> bool:
@@ -113,6 +127,7 @@ class ResponseReader:
         self._events = events
         if self._in_head:
             self._head_bytes += len(data)
+            self._is_long = self._head_bytes > self._max_head_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -121,13 +136,15 @@ class ResponseReader:
             return events
         except httptools.HttpParserError as error:
             # the valid part counts
-            self._end_part()
+            if self._parts:
+                self._end_part()
             if self.is_complete:
                 self.is_unsolicited = True
             else:
                 events.append(Fault(f"the answer is not HTTP: {str(error)[:100]}"))
             return events
-        self._end_part()
+        if self._parts:
+            self._end_part()
         if not self.is_complete and self._in_head and self._head_bytes > self._max_head_bytes:
             most = self._max_head_bytes
             events.append(Fault(f"the answer's head has over {most} bytes"))
@@ -135,9 +152,8 @@ class ResponseReader:
         return events
 
     def _end_part(self) -> None:
-        if self._parts:
-            parts, self._parts = self._parts, []
-            self._events.append(parts[0] if len(parts) == 1 else b"".join(parts))
+        parts, self._parts = self._parts, []
+        self._events.append(parts[0] if len(parts) == 1 else b"".join(parts))
 
     # ---------------------------------------------------------------- of the parser
 
@@ -152,16 +168,23 @@ class ResponseReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.is_unsolicited:
             return
-        self._parsed_bytes += len(name) + len(value)
-        if self._parsed_bytes > self._max_head_bytes:
-            raise ValueError("too long a head")
-        if not self._in_head:
-            # a trailer does not belong to the head
-            return
-        name = name.lower()
+        if self._is_long or not self._in_head:
+            self._count(name, value)
+            if not self._in_head:
+                # a trailer does not belong to the head
+                return
+        name = _LOWER[name]
         if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
         self._headers.append((name, value))
+
+    def _count(self, name: bytes, value: bytes) -> None:
+        """Count a header line. Raises ValueError, which stops the parser, for too many bytes."""
+        if not self._parsed_bytes:
+            self._parsed_bytes = sum(len(name) + len(value) for name, value in self._headers)
+        self._parsed_bytes += len(name) + len(value)
+        if self._parsed_bytes > self._max_head_bytes:
+            raise ValueError("too long a head")
 
     def on_headers_complete(self) -> None:
         if self.is_unsolicited:
@@ -172,7 +195,7 @@ class ResponseReader:
         if self._interim:
             return
         self._in_head = False
-        self._keep = self._framed and self._parser.should_keep_alive()
+        self.keeps_alive = self._framed and self._parser.should_keep_alive()
         if status in (204, 304):
             self._framed = True
         self._events.append(Head(status, self._headers))
@@ -192,6 +215,7 @@ class ResponseReader:
             return
         self.is_complete = True
         self._chunk_ended = False
-        self._end_part()
+        if self._parts:
+            self._end_part()
         self._in_head = True
         self._events.append(_END)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.routing import Demand, EngineLoad, Pressure, choose, prefix_chain
 from paceline.routing.latency import LatencyModel, LinearModel
