@@ -48,6 +48,7 @@ from paceline.http.slow_readers import SlowReaders
 from paceline.http.upstream import Headers
 from paceline.http.web import refuse_other_origins
 from paceline.routing import Demand, HedgeBudget, RetryBudget, prefix_chain
+from paceline.routing.prefixes import PREFIX_BLOCK_BYTES
 
 __all__ = ["Gateway"]
 
@@ -235,7 +236,8 @@ class Gateway:
         context = proxied.context
         route, body = context.route, context.body
         if made := proxied.num_output_tokens:
-            self._lengths.learn(route.model, math.ceil(made / body.num_made))
+            # rounded up
+            self._lengths.learn(route.model, -(-made // body.num_made))
         if (counted := proxied.counted) is not None:
             names = {route.model} if route.asked else {route.model, body.model}
             for name in names - {""}:
@@ -267,7 +269,7 @@ class Gateway:
                 incoming.tenant,
                 allowed,
                 scope["headers"],
-                Caller.salt_of(self._salt, incoming.tenant),
+                Caller.salt_of(self._salt, incoming.tenant) if self._salt else "",
                 incoming.headers.get(b"x-stainless-retry-count", b"0") != b"0",
                 trace,
             ),
@@ -332,7 +334,10 @@ class Gateway:
             prompt_tokens=tokens,
             max_tokens=most,
             output_tokens=max(1.0, min(most, _EXPECTED_SHARE * most if mean is None else mean)),
-            prefix=prefix_chain(body.prompt, tenant.encode()),
+            # a short body holds no whole block
+            prefix=prefix_chain(body.prompt, tenant.encode())
+            if body.num_bytes >= PREFIX_BLOCK_BYTES
+            else (),
             ttft=body.slo.ttft,
             tpot=body.slo.tpot,
             longest_prompt=longest,

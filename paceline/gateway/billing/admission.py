@@ -4,7 +4,8 @@ settled once the request has ended."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from paceline.gateway.billing.reserving import Plan
 from paceline.gateway.billing.spending import Charge, Spending
@@ -17,8 +18,7 @@ from paceline.http.rate_limits.limiter import Hold, RateLimiter
 __all__ = ["Admission", "Admitted", "tokens_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(msgspec.Struct, frozen=True):
     """A request whose use is reserved."""
 
     charge: Charge

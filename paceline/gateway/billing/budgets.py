@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import msgspec
+
 from paceline.gateway.billing.ledger import Ledger
 from paceline.gateway.settings.prices import Budget, Used, show_amount
 from paceline.http.errors import HttpError
@@ -36,8 +38,7 @@ _TRIES: Final = 4
 _SOON: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """Amount reserved for one request."""
 
     key: str

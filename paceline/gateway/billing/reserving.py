@@ -46,9 +46,10 @@ class Lengths:
 
     def learn(self, model: str, made: int) -> None:
         """Learn from an answer of ``made`` tokens."""
-        mean = self._means.get(model, float(made))
+        mean = self._means.get(model, made)
         self._means[model] = mean + _LEARN * (made - mean)
-        self._longest[model] = max(made, self._longest.get(model, 0))
+        if model not in self._longest or made > self._longest[model]:
+            self._longest[model] = made
 
     def mean(self, model: str) -> float | None:
         return self._means.get(model)

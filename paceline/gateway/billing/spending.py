@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from paceline.errors import UnknownModelError
 from paceline.gateway.billing.budgets import Budgets, Cost, LocalStore, Reservation
@@ -22,8 +23,7 @@ from paceline.http.errors import HttpError
 __all__ = ["Charge", "Spending"]
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(msgspec.Struct, frozen=True):
     """Reservation of one request that was admitted."""
 
     reservation: Reservation
@@ -45,6 +45,8 @@ class Spending:
     def __init__(self, config: GatewayConfig, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
         self.prices = prices_of(config)
+        # without prices nothing is reserved or charged; they stay as they are
+        self._is_free = not self.prices
         path = Path(config.spend_storage) if config.spend_storage and self.prices else None
         self.ledger = Ledger(path)
         budgets = budgets_of(config)
@@ -78,7 +80,7 @@ class Spending:
     def check(self, name: str, model: str, alias: str = "") -> None:
         """Raise HttpError 403 if a key may not request a model; ``alias``: the configured name with
         a ``*`` that matched it."""
-        key = self.key(name)
+        key = self.key(name) if self._keys else None
         if key is not None and not (self.may_use(name, model) or self.may_use(name, alias)):
             raise HttpError(
                 403,
@@ -102,7 +104,7 @@ class Spending:
         Raises:
             HttpError: 402 or 429, its key has spent its budget.
         """
-        if not self.prices:
+        if self._is_free:
             return Charge(Reservation(name, 0, None), route)
         try:
             return await self._reserve(name, route, plan)
@@ -135,7 +137,7 @@ class Spending:
 
     def settle(self, charge: Charge, usage: Sequence[tuple[Endpoint, Used]]) -> None:
         """Settle a request that has ended; ``usage``: by endpoint, empty without an answer."""
-        if not self.prices:
+        if self._is_free:
             return
         costs = []
         for number, (endpoint, used) in enumerate(usage):

@@ -104,7 +104,8 @@ class Attempt:
         # no connection, or no sign of life: the failure is the engine's, not the model's
         self._is_of_engine = False
         self._dispatch = dispatch
-        self._streams = False
+        # the engine answers with events
+        self.streams = False
         # times of the last part of the answer, and of the last bytes of any kind
         self._heard_at = self._sign_at = now
         # the connection's ``num_reads`` at the last tick
@@ -125,11 +126,6 @@ class Attempt:
         self._kept = bytearray()
         # takes a part of the answer; set by the kind of answer. See ``upstream.Sink``
         self.on_data: Callable[[bytes], None] = self._keep_whole
-
-    @property
-    def streams(self) -> bool:
-        """Whether the engine answers with events."""
-        return self._streams
 
     @property
     def is_answer(self) -> bool:
@@ -194,7 +190,8 @@ class Attempt:
         self._upstream.alive()
         self.status, self.headers = status, headers
         found = dict(headers)
-        if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
+        encoding = found.get(b"content-encoding")
+        if encoding is not None and not is_plain(encoding.decode("latin-1")):
             # no compression was requested, and the data could unpack to any size
             self.give_up("the answer is compressed")
             return
@@ -204,16 +201,16 @@ class Attempt:
             return
         if status == 200 and self._left_out:
             self._upstream.leave_out(self.endpoint.model, self._left_out)
-        kind = found.get(b"content-type", _SSE)
         # an answer is relayed as it is if no stream was asked for, or if the engine sent none
-        asked = self._owner.relay is not None and status == 200
-        self._streams = asked and kind.lower().startswith(_SSE)
-        other = not self._streams and not kind.lower().startswith(b"application/json")
-        if asked and other and self._path in _STREAMED:
-            shown = kind.decode("latin-1")[:100]
-            self.give_up(f"a stream was asked for, and the answer is {shown!r}")
-            return
-        if self._streams:
+        if status == 200 and self._owner.relay is not None:
+            kind = found.get(b"content-type", _SSE).lower()
+            self.streams = kind.startswith(_SSE)
+            other = not self.streams and not kind.startswith(b"application/json")
+            if other and self._path in _STREAMED:
+                shown = found[b"content-type"].decode("latin-1")[:100]
+                self.give_up(f"a stream was asked for, and the answer is {shown!r}")
+                return
+        if self.streams:
             self._translator = self._upstream.dialect.translator(self._path)
             plain = self._translator is None and self._hedge_relay is None
             self.on_data = self._relay_stream if plain else self._take_stream
@@ -240,7 +237,7 @@ class Attempt:
             self._has_moved = True
         self._take_events(b"".join(events))
         # after a refusal the rest of the stream does not matter
-        if wrong and self._streams:
+        if wrong and self.streams:
             self.give_up(wrong)
 
     def _take_events(self, data: bytes) -> None:
@@ -261,7 +258,7 @@ class Attempt:
         """Answer the request from now on: send the output kept so far to the caller."""
         assert self._owner.relay is not None, "a stream was asked for"
         self._hedge_relay = None
-        if self._streams and self._translator is None and self.verdict is None:
+        if self.streams and self._translator is None and self.verdict is None:
             self.on_data = self._relay_stream
         self._owner.relay.begin_attempt()
         kept, self._kept = bytes(self._kept), bytearray()
@@ -304,7 +301,7 @@ class Attempt:
             return
         self.connection.drop()
         self.status, self.body = refusal[0], bytearray(refusal[1])
-        self._streams = False
+        self.streams = False
         relay.begin_attempt()
         self._refuse()
 
@@ -312,7 +309,7 @@ class Attempt:
         self._upstream.alive()
         if self.verdict is not None:
             return
-        if self._streams:
+        if self.streams:
             self._finish_stream("the stream ended")
         elif self.status == 200:
             self._finish_whole()
@@ -342,7 +339,7 @@ class Attempt:
             # the engine closed the idle connection just as it was reused: not an attempt of its own
             self._connecting = asyncio.ensure_future(self._send_on_new())
             return
-        if self._streams:
+        if self.streams:
             self._finish_stream(why)
         else:
             self._end(Verdict("lost", why))
@@ -364,7 +361,7 @@ class Attempt:
         """Whether a stream that ended early had sent its whole answer. If so, the attempt is done,
         and later errors do not matter."""
         relay = self._owner.relay
-        if not self._streams or self._hedge_relay is not None or relay is None:
+        if not self.streams or self._hedge_relay is not None or relay is None:
             return False
         out = relay.end_attempt()
         if out:
@@ -395,9 +392,9 @@ class Attempt:
         """Return why the attempt has stalled; empty while it has time left."""
         config = self._context.config
         limit = config.stall_timeout
-        if not self.status or (self._streams and not self._dispatch.first_at):
+        if not self.status or (self.streams and not self._dispatch.first_at):
             limit = config.first_byte_timeout
-        elif self._streams:
+        elif self.streams:
             reader = self._translator or self._owner.relay
             if reader is not None and reader.between_parts:
                 if now - self._sign_at > limit:

@@ -45,13 +45,12 @@ class Placement:
     _has_lost: bool = False
     # longest context, in tokens, that was too short for the prompt
     _needs_more: float | None = None
-    # set for a prompt that has proved too long for the route in the context
-    _longer: Route | None = None
+    # route of the next attempt; not the one in the context once the prompt has proved too long
+    # for that
+    route: Route = field(init=False)
 
-    @property
-    def route(self) -> Route:
-        """Route of the next attempt."""
-        return self._longer or self.context.route
+    def __post_init__(self) -> None:
+        self.route = self.context.route
 
     # ---------------------------------------------------------------- what happened
 
@@ -256,7 +255,7 @@ class Placement:
         if longer is None or not self.context.caller.allowed.fallback:
             return False
         # the configuration names this route for long prompts, so its context need not be known
-        self._longer, self._needs_more = longer, None
+        self.route, self._needs_more = longer, None
         self._tried.clear()
         return self.may_retry(now, peek=True)
 

@@ -64,7 +64,7 @@ class ProxiedRequest:
         self._usage_split = UsageSplit(context, self.relay)
         # None: the request may not be hedged
         self._hedge: Hedge | None = None
-        if context.may_hedge:
+        if self.relay is not None and context.may_hedge:
             self._hedge = Hedge(context, self._placement, self._upstream_request)
         # called by the attempts for every part
         self.write: Callable[[bytes], None] = self._response.write
@@ -240,7 +240,7 @@ class ProxiedRequest:
             placed = placement.place(last, since)
             if placed is None:
                 placed = await response.unless_gone(placement.wait(last), placement.leave)
-            context.caller.trace.waited(since, context.now())
+                context.caller.trace.waited(since, context.now())
             attempt = await self._try_one(*placed)
             verdict, last = attempt.verdict, attempt.endpoint
             assert verdict is not None, "the attempt is over"
@@ -304,7 +304,7 @@ class ProxiedRequest:
                 self._look_after(self._hedge)
             if response.num_waiting:
                 await response.flush()
-            elif self._attempt.verdict is not None:
+            elif response.attempt is None or response.attempt.verdict is not None:
                 return
             else:
                 await wake.wait()

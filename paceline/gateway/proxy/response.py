@@ -52,24 +52,20 @@ class Response(Downstream):
             context.incoming, stream=context.body.stream, wake=context.wake, now=context.arrived
         )
         self._context, self._relay, self._placement = context, relay, placement
-        self._attempt: Attempt | None = None
+        # the attempt that answers; None: no engine was asked
+        self.attempt: Attempt | None = None
         # what was done to the answer, for its headers and, by the relay, its last chunk
         self._notes: Mapping[str, Any] = {}
         self._failures: list[str] = []
         self._retry_after: float | None = None
 
-    @property
-    def attempt(self) -> Attempt | None:
-        """The attempt that answers; None: no engine was asked."""
-        return self._attempt
-
     def comes_from(self, attempt: Attempt) -> None:
         """Take the answer from ``attempt`` from now on."""
-        self._attempt = attempt
+        self.attempt = attempt
 
     def close(self) -> None:
         """Drop references once the request is over. See ``ProxiedRequest.close``."""
-        self._attempt = None
+        self.attempt = None
 
     def note(self, **what: Any) -> None:
         """Record something done to the answer that the caller may want to know."""
@@ -98,18 +94,18 @@ class Response(Downstream):
 
     def stream_head(self) -> tuple[Headers, Headers] | None:
         """Return the headers of a stream that starts now; None: no engine is answering."""
-        attempt = self._attempt
+        attempt = self.attempt
         return None if attempt is None else (_headers_of(attempt), self._note_headers())
 
     def hold_back(self) -> None:
         """Pause the engine's connection: too much waits for the caller."""
-        if self._attempt is not None and self._attempt.connection is not None:
-            self._attempt.connection.pause()
+        if self.attempt is not None and self.attempt.connection is not None:
+            self.attempt.connection.pause()
 
     def _note_headers(self) -> Headers:
         context = self._context
         return _note_headers(
-            self._attempt, context.path, context.body, self._placement.num, self._notes
+            self.attempt, context.path, context.body, self._placement.num, self._notes
         )
 
     async def flush(self, *, comments: bool = False) -> None:
@@ -118,7 +114,7 @@ class Response(Downstream):
         Args:
             comments: only comments wait to be sent; no engine is answering.
         """
-        attempt = None if comments else self._attempt
+        attempt = None if comments else self.attempt
         if not self.started:
             await self._start(200, _EVENTS if attempt is None else _headers_of(attempt))
         await self.send_waiting()
@@ -165,7 +161,7 @@ class Response(Downstream):
 
     def record_end(self, result: str) -> None:
         """Count and trace the end of the request; see ``GatewayMetrics.ended``."""
-        context, attempt = self._context, self._attempt
+        context, attempt = self._context, self.attempt
         engine, status = (
             ("", 0) if attempt is None else (attempt.endpoint.upstream.name, attempt.status)
         )
@@ -231,8 +227,8 @@ class Response(Downstream):
         path, relay = self._context.path, self._relay
         assert relay is not None, "a stream was asked for"
         resumable, secret = False, ""
-        if self._attempt is not None:
-            endpoint = self._attempt.endpoint
+        if self.attempt is not None:
+            endpoint = self.attempt.endpoint
             resumable = self._placement.can_resume(endpoint, endpoint)
             secret = endpoint.upstream.key
         event = redacted(relay.failure_event, secret)
@@ -261,11 +257,13 @@ def _note_headers(
         attempt: the attempt that answers; None: no engine was asked.
         note: what was done to the answer.
     """
-    found = [(b"x-paceline-attempts", b"%d" % attempts)]
     if attempt is None:
-        return found
+        return [(b"x-paceline-attempts", b"%d" % attempts)]
     upstream = attempt.endpoint.upstream
-    found.append((b"x-paceline-engine", upstream.name.encode()))
+    found = [
+        (b"x-paceline-attempts", b"%d" % attempts),
+        (b"x-paceline-engine", upstream.name.encode()),
+    ]
     if ignored := upstream.dialect.ignored(path, body):
         found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
     if "hedged" in note:

@@ -81,8 +81,9 @@ class UpstreamRequest:
                 refuse.
         """
         changes = self._changes(endpoint, resumed=resumed)
-        for name in (*left_out, *endpoint.upstream.left_out(endpoint.model)):
-            changes.pop(name, None)
+        if changes:
+            for name in (*left_out, *endpoint.upstream.left_out(endpoint.model)):
+                changes.pop(name, None)
         body = endpoint.upstream.dialect.body(self.context.path, self.context.body, changes)
         return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(endpoint), len(body), body)
 
@@ -119,10 +120,11 @@ class UpstreamRequest:
             found += [header for header in upstream.headers() if header[0] not in said]
             common = [(b"content-type", b"application/json"), (b"accept", accept)]
             start = upstream.pool.origin.start("POST", target, common)
-        found.append((b"x-request-id", caller.request_id.encode()))
+            start += lines_of(found)
+        start = b"%bx-request-id: %b\r\n" % (start, caller.request_id.encode())
         if caller.tenant and upstream.kind == "paceline":
-            found.append((_TENANT_HEADER, caller.tenant.encode()))
-        return start + lines_of(found)
+            start = b"%b%b: %b\r\n" % (start, _TENANT_HEADER, caller.tenant.encode())
+        return start
 
     def _changes(self, endpoint: Endpoint, *, resumed: bool) -> dict[str, Any]:
         """Return the fields that differ from the caller's."""

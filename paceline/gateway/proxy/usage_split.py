@@ -95,8 +95,10 @@ class UsageSplit:
         nothing."""
         used = self.used(attempt)
         began = attempt is not None and attempt.was_abandoned and attempt.was_sent
-        if attempt is None or not (used.output or attempt.is_answer or began):
+        if attempt is None or not (used.output or began or attempt.is_answer):
             return ()
+        if not self._parts:
+            return ((attempt.endpoint, used),)
         found: list[tuple[Endpoint, Used]] = []
         before = 0
         for endpoint, until in (*self._parts, (attempt.endpoint, used.output)):

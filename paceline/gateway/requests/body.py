@@ -7,7 +7,6 @@ read different values.
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 from collections.abc import Mapping
@@ -122,13 +121,15 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self, changes: Mapping[str, Any]) -> bytes:
         """Encode the body with some fields set; None removes a field."""
-        fields = dict(self.fields)
-        for name, value in changes.items():
-            if value is None:
-                fields.pop(name, None)
-            else:
-                fields[name] = msgspec.json.encode(value)
-        return b"{" + b",".join([_key(k) + v for k, v in fields.items()]) + b"}"
+        fields = self.fields
+        if changes:
+            fields = dict(fields)
+            for name, value in changes.items():
+                if value is None:
+                    fields.pop(name, None)
+                else:
+                    fields[name] = msgspec.json.encode(value)
+        return b"{" + b",".join([_KEYS[k] + v for k, v in fields.items()]) + b"}"
 
     def stream_options(self) -> dict[str, Any]:
         """Decode the caller's ``stream_options``."""
@@ -139,14 +140,18 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return found if isinstance(found, dict) else {}
 
 
-def _key(name: str) -> bytes:
-    # long names are not cached, so that callers cannot fill the cache
-    return _usual_key(name) if len(name) <= 32 else msgspec.json.encode(name) + b":"
+class _Keys(dict[str, bytes]):
+    """Names of fields, as JSON has them."""
+
+    def __missing__(self, name: str) -> bytes:
+        key = msgspec.json.encode(name) + b":"
+        # callers cannot fill the memory with names
+        if len(self) < 256 and len(name) <= 32:
+            self[name] = key
+        return key
 
 
-@functools.lru_cache(maxsize=256)
-def _usual_key(name: str) -> bytes:
-    return msgspec.json.encode(name) + b":"
+_KEYS: Final = _Keys()
 
 
 def new_seed() -> int:
@@ -156,7 +161,8 @@ def new_seed() -> int:
 
 def read_body(data: bytes) -> Body:
     """Parse a request body. Raises InvalidRequestError for one that no engine would take."""
-    data = data.removeprefix(BYTE_ORDER_MARK)
+    if data[:1] != b"{":
+        data = data.removeprefix(BYTE_ORDER_MARK)
     try:
         raw = _decode(data)
     except RecursionError:
@@ -166,41 +172,51 @@ def read_body(data: bytes) -> Body:
             raise InvalidRequestError("the request body must be a JSON object") from None
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     fields = {name: bytes(value) for name, value in raw.items()}
-    routed = _routed(data, fields)
-    told = {name: n for name in _ALL_LIMITS if (n := getattr(routed, name)) is not None}
-    predict = _loose_int(fields, PREDICT)
-    if predict is not None:
-        told[PREDICT] = predict
-    prompt = fields.get("prompt", b"")
-    options = _loose(fields, "stream_options")
+    try:
+        routed = _decode_routed(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        routed = _routed(fields)
+    told, most = _limits(fields, routed)
+    # fields that few requests have cost only a look for their names
     return Body(
         fields=fields,
         num_bytes=len(data),
         model=routed.model or "",
         stream=routed.stream or False,
-        n=max(1, routed.n or 1),
-        # for some engines a negative number means no limit
-        max_tokens=next(
-            (told[name] for name in _ALL_LIMITS if told.get(name, -1) >= 0), _DEFAULT_MAX_TOKENS
-        ),
+        n=routed.n if routed.n is not None and routed.n > 1 else 1,
+        max_tokens=most,
         limits=told,
-        include_usage=options.get("include_usage") is True,
-        return_token_ids=_loose_bool(fields, "return_token_ids"),
-        num_prompts=_num_prompts(prompt),
-        best_of=_loose_int(fields, "best_of") or 1,
+        include_usage="stream_options" in fields
+        and _loose(fields, "stream_options").get("include_usage") is True,
+        return_token_ids="return_token_ids" in fields and fields["return_token_ids"] == b"true",
+        num_prompts=_num_prompts(fields["prompt"]) if "prompt" in fields else 1,
+        best_of=(_loose_int(fields["best_of"]) or 1) if "best_of" in fields else 1,
         seed=routed.seed,
-        slo=_slo(fields),
+        slo=_slo(fields) if "slo" in fields else NO_SLO,
         priority=routed.priority or 0,
         resumed="resume_output_ids" in fields,
     )
 
 
-def _routed(data: bytes, fields: Mapping[str, bytes]) -> _Routed:
-    try:
-        return _decode_routed(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        # name the field whose type is wrong; of a duplicate field the last one counts
-        return _Routed(**{name: _read(fields, name) for name in _Routed.__struct_fields__})
+def _routed(fields: Mapping[str, bytes]) -> _Routed:
+    """Decode the routed fields one by one, to name the one whose type is wrong; of a duplicate
+    field the last one counts."""
+    return _Routed(**{name: _read(fields, name) for name in _Routed.__struct_fields__})
+
+
+def _limits(fields: Mapping[str, bytes], routed: _Routed) -> tuple[Mapping[str, int], int]:
+    """Return the answer's limits by name, and the one that counts: the first that is no negative
+    number, which for some engines means no limit."""
+    told: dict[str, int] = {}
+    most = -1
+    limits = (routed.max_completion_tokens, routed.max_tokens, routed.max_output_tokens)
+    for name, limit in zip(_ALL_LIMITS, limits, strict=True):
+        if limit is not None:
+            told[name] = limit
+            most = limit if most < 0 else most
+    if PREDICT in fields and (limit := _loose_int(fields[PREDICT])) is not None:
+        told[PREDICT] = limit
+    return told, most if most >= 0 else _DEFAULT_MAX_TOKENS
 
 
 def _read(fields: Mapping[str, bytes], name: str) -> Any:
@@ -240,23 +256,15 @@ def decoded(name: str, value: bytes) -> Any:
         raise InvalidRequestError(f"{name} cannot be read: {error}", name) from None
 
 
-def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
-    return fields.get(name) == b"true"
-
-
-def _loose_int(fields: Mapping[str, bytes], name: str) -> int | None:
+def _loose_int(value: bytes) -> int | None:
     """Decode an integer; None for anything else."""
-    if name not in fields:
-        return None
-    found = _INTEGER.fullmatch(fields[name])
+    found = _INTEGER.fullmatch(value)
     return None if found is None else int(found[0])
 
 
 def _slo(fields: Mapping[str, bytes]) -> Slo:
     """Read the targets in ``slo`` that the gateway uses; the engine reports what is wrong there."""
-    value = fields.get("slo", b"")
-    if not value:
-        return NO_SLO
+    value = fields["slo"]
     told = {"class": decoded("slo", value)} if value[:1] == b'"' else _loose(fields, "slo")
     name = told.get("class")
     try:

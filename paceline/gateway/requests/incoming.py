@@ -39,6 +39,8 @@ class IncomingRequest:
     common: Callable[[], Headers]
     # None: no key is required
     key: ApiKey | None = None
+    # name of the key; "" without keys
+    tenant: str = ""
     # None: not rate-limited
     ticket: Ticket | None = None
     # whether the answer has begun
@@ -51,14 +53,11 @@ class IncomingRequest:
         method: str = self.scope["method"]
         return method
 
-    @property
-    def tenant(self) -> str:
-        """Name of the key; "" without keys."""
-        return "" if self.key is None else self.key.name
-
     def authenticate(self, keys: KeyRing) -> None:
         """Find the request's key. Raises HttpError 401 and 403."""
-        self.key = keys.check(self.path, credentials(self.headers) if len(keys) else {})
+        self.key = keys.check(self.path, {} if keys.is_empty else credentials(self.headers))
+        if self.key is not None:
+            self.tenant = self.key.name
 
     async def enter(self, limiter: RateLimiter) -> None:
         """Count the request against its caller's rate limits. Raises HttpError 429."""
@@ -112,10 +111,13 @@ class IncomingRequest:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnectedError
-            part = message.get("body", b"")
+            part: bytes = message.get("body", b"")
             size += len(part)
             if size > most:
                 raise HttpError(413, f"the request body may have {most} bytes, got more")
+            is_last = not message.get("more_body", False)
+            if is_last and not parts:
+                return part
             parts.append(part)
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+            if is_last:
+                return b"".join(parts)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -66,8 +65,7 @@ _TEXTS: Final = ("content", "text", "input", "prompt")
 _NOT_ALWAYS: Final = ("tool", "function")
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSize:
+class PromptSize(msgspec.Struct, frozen=True):
     """Size of one request's prompt."""
 
     # bytes of JSON that are text
@@ -93,8 +91,10 @@ def measure(fields: Mapping[str, bytes]) -> PromptSize:
     text, ids, media, longest = 0.0, 0, 0, 1.0
     for name in prompt_fields(fields):
         value = fields[name]
-        flat = value[:1] == b"[" and value[1:64].lstrip()[:1]
-        if flat and (flat.isdigit() or flat == b"["):
+        flat = value[1:2] if value[:1] == b"[" else b""
+        if flat and flat in b" \t\r\n":
+            flat = value[1:64].lstrip()[:1]
+        if flat and flat in b"[0123456789":
             # ids of one prompt, or of several
             ids += value.count(b",") + 1
             longest = 1.0 / max(1, value.count(b"[") - 1)
@@ -178,6 +178,8 @@ class BytesPerToken:
     def __init__(self) -> None:
         # model -> bytes, and the tokens that engines counted in them
         self._seen: dict[str, tuple[float, float]] = {}
+        # model -> the one by the other, within bounds
+        self._ratios: dict[str, float] = {}
 
     @property
     def models(self) -> Set[str]:
@@ -185,11 +187,10 @@ class BytesPerToken:
         return self._seen.keys()
 
     def of(self, model: str) -> float:
-        text, tokens = self._seen.get(model, (_BYTES_PER_TOKEN, 1.0))
-        return min(max(text / tokens, _LEAST_BYTES), _MOST_BYTES)
+        return self._ratios.get(model, _BYTES_PER_TOKEN)
 
     def tokens(self, model: str, size: PromptSize) -> float:
-        return size.text / self.of(model) + size.ids
+        return size.text / self._ratios.get(model, _BYTES_PER_TOKEN) + size.ids
 
     def learn(self, model: str, size: PromptSize, tokens: int) -> None:
         """Learn from an engine's count. Short prompts are skipped, as the template dominates them,
@@ -197,4 +198,6 @@ class BytesPerToken:
         if size.media or size.ids or size.text < _SMALL or not tokens:
             return
         text, before = self._seen.get(model, (_BEFORE * _BYTES_PER_TOKEN, _BEFORE))
-        self._seen[model] = (_KEEP * text + size.text, _KEEP * before + tokens)
+        text, tokens_seen = _KEEP * text + size.text, _KEEP * before + tokens
+        self._seen[model] = text, tokens_seen
+        self._ratios[model] = min(max(text / tokens_seen, _LEAST_BYTES), _MOST_BYTES)

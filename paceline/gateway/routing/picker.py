@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.http.errors import HttpError
@@ -32,8 +33,7 @@ class AllCoolingDownError(HttpError):
         self.seconds = seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     # the engine as the choice saw it
     view: EngineView
@@ -81,7 +81,7 @@ class Picker:
         reasons: dict[str, str] = {}
         pressed: Pick | None = None
         doubtful: list[Endpoint] = []
-        tiers = list(route.usable_tiers(fallback=fallback))
+        tiers = route.usable_tiers(fallback=fallback)
         for tier in tiers:
             endpoints = self._fit(tier, route.path, demand, now, tried, only, reasons)
             roomy = [endpoint for endpoint in endpoints if not _probably_too_long(endpoint, demand)]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Final, Literal
 
+import msgspec
+
 from paceline.errors import ConfigError
 
 __all__ = ["Budget", "Price", "Prices", "Used", "Window", "parse_amount", "show_amount"]
@@ -53,8 +55,7 @@ def show_amount(amount: int) -> str:
     return f"{'-' if amount < 0 else ''}{whole}.{places}"
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
+class Used(msgspec.Struct, frozen=True):
     """Tokens of one request."""
 
     prompt: int = 0

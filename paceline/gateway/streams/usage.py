@@ -20,7 +20,9 @@ _SAID: Final = frozenset(
 def believed(count: int | None) -> int:
     """Clamp an engine's token count to possible values, so that a wrong one cannot lower a spend or
     overflow it."""
-    return min(max(count or 0, 0), _MOST_TOKENS)
+    if count is None or count < 0:
+        return 0
+    return count if count < _MOST_TOKENS else _MOST_TOKENS
 
 
 class _Details(msgspec.Struct):
@@ -43,7 +45,7 @@ class Usage(msgspec.Struct):
 
     def used(self, path: str) -> Used:
         details = self.prompt_tokens_details or self.input_tokens_details
-        cached = believed(details.cached_tokens if details else None)
+        cached = 0 if details is None else believed(details.cached_tokens)
         output = believed(self.completion_tokens or self.output_tokens)
         prompt = believed(self.prompt_tokens or self.input_tokens)
         if self.prompt_tokens is None and self.input_tokens is None:
@@ -51,8 +53,8 @@ class Usage(msgspec.Struct):
         if path == "/v1/messages":
             # this API does not count cached tokens as part of the prompt
             cached = believed(self.cache_read_input_tokens)
-            prompt += cached + believed(self.cache_creation_input_tokens)
-        return Used(believed(prompt), cached, output)
+            prompt = believed(prompt + cached + believed(self.cache_creation_input_tokens))
+        return Used(prompt, cached, output)
 
 
 class _Answer(msgspec.Struct):

@@ -18,11 +18,11 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import parse_qs, quote
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import InvalidRequestError
 from paceline.gateway.admin import GatewayState, as_json
