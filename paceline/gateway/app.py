@@ -235,8 +235,7 @@ class Gateway:
         """Learn lengths and bytes per token from a request that has ended."""
         context = proxied.context
         route, body = context.route, context.body
-        if made := proxied.num_output_tokens:
-            # rounded up
+        if made := proxied.used.output:
             self._lengths.learn(route.model, -(-made // body.num_made))
         if (counted := proxied.counted) is not None:
             names = {route.model} if route.asked else {route.model, body.model}
@@ -325,6 +324,7 @@ class Gateway:
     ) -> Demand:
         most = body.max_tokens
         mean = self._lengths.mean(route.model)
+        has_blocks = body.num_bytes >= PREFIX_BLOCK_BYTES
         longest = 0.0 if is_vectors(path) else tokens * size.longest / body.num_prompts
         # compute the certain lower bound only where the estimate exceeds a context
         is_long = longest > _SHORT and any(
@@ -334,10 +334,7 @@ class Gateway:
             prompt_tokens=tokens,
             max_tokens=most,
             output_tokens=max(1.0, min(most, _EXPECTED_SHARE * most if mean is None else mean)),
-            # a short body holds no whole block
-            prefix=prefix_chain(body.prompt, tenant.encode())
-            if body.num_bytes >= PREFIX_BLOCK_BYTES
-            else (),
+            prefix=prefix_chain(body.prompt, tenant.encode()) if has_blocks else (),
             ttft=body.slo.ttft,
             tpot=body.slo.tpot,
             longest_prompt=longest,

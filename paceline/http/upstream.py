@@ -303,7 +303,7 @@ class Pool:
         now = time.monotonic()
         while self._free:
             connection = self._free.pop()
-            if connection.is_open and now - connection.idle_since <= self.idle:
+            if now - connection.idle_since <= self.idle and connection.is_open:
                 return connection
             connection.drop()
         return None

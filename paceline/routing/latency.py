@@ -116,8 +116,7 @@ class LatencyModel:
         seen."""
         if len(self._factors) < _LEAST_FACTORS:
             return None
-        ordered = sorted(self._factors)
-        return ordered[int(_LATE * (len(ordered) - 1))]
+        return sorted(self._factors)[int(_LATE * (len(self._factors) - 1))]
 
     def saw_next(self, num_requests: float, seconds: float) -> None:
         """Learn from an answer's end; ``seconds`` per token after its first."""

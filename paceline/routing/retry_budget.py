@@ -51,9 +51,7 @@ class RetryBudget:
                 has paid for the other half.
         """
         self._pass(now)
-        if self._deposited + self._floor < 1.0 and not (
-            overdraw and self._deposited + self._floor >= 0.0
-        ):
+        if self._deposited + self._floor < (0.0 if overdraw else 1.0):
             return False
         taken = min(1.0, self._deposited)
         self._deposited -= taken
@@ -69,10 +67,7 @@ class RetryBudget:
         seconds, memory = now - self._at, self._memory
         if seconds > 0.0:
             self._at = now
-            floor, most = self._floor + self._per_second * seconds, self._per_second * memory
-            self._floor = floor if floor < most else most
-            self._deposited = (
-                self._deposited * (1.0 - seconds / memory) if seconds < memory else 0.0
-            )
+            self._floor = min(self._floor + self._per_second * seconds, self._per_second * memory)
+            self._deposited *= 1.0 - seconds / memory if seconds < memory else 0.0
         elif memory <= 0.0:
             self._deposited = 0.0

@@ -48,7 +48,7 @@ class Lengths:
         """Learn from an answer of ``made`` tokens."""
         mean = self._means.get(model, made)
         self._means[model] = mean + _LEARN * (made - mean)
-        if model not in self._longest or made > self._longest[model]:
+        if made > self._longest.get(model, 0):
             self._longest[model] = made
 
     def mean(self, model: str) -> float | None:

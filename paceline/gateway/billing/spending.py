@@ -45,7 +45,6 @@ class Spending:
     def __init__(self, config: GatewayConfig, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
         self.prices = prices_of(config)
-        # without prices nothing is reserved or charged; they stay as they are
         self._is_free = not self.prices
         path = Path(config.spend_storage) if config.spend_storage and self.prices else None
         self.ledger = Ledger(path)

@@ -139,11 +139,6 @@ class Attempt:
         refused = self.verdict is not None and self.verdict.kind == "refused"
         return refused and retry_of(self.status, should) == "nowhere"
 
-    @property
-    def was_sent(self) -> bool:
-        """Whether the request was sent to the engine."""
-        return self.connection is not None
-
     def send(self, request: bytes) -> None:
         """Send the request on an open or a new connection; a failure becomes the verdict."""
         upstream, context = self._upstream, self._context

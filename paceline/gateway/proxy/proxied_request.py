@@ -107,11 +107,6 @@ class ProxiedRequest:
         return self._usage_split.used(self._response.attempt)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Output tokens of an answer that has ended."""
-        return self.used.output
-
-    @property
     def counted(self) -> Used | None:
         """Usage as the engine counted it; None: it did not, or it truncates prompts."""
         attempt = self._response.attempt

@@ -37,8 +37,6 @@ class UsageSplit:
     counted: Used | None = None
     # engines that are done, each with the answer's tokens up to its end
     _parts: list[tuple[Endpoint, int]] = field(default_factory=list)
-    # usage of an answer that is not streamed
-    _told: Used | None = None
     # usage of an attempt that is over, and its verdict: the attempt itself would point in a circle
     _last: tuple[Verdict, Used] | None = None
 
@@ -65,15 +63,15 @@ class UsageSplit:
 
     def _used(self, attempt: Attempt) -> Used:
         # an engine worked for a caller that hung up, whether or not it had sent output
-        began = attempt.was_abandoned and attempt.was_sent
+        began = attempt.was_abandoned and attempt.connection is not None
         relay = self.relay
         if relay is None or (attempt.is_answer and not attempt.streams):
             # some engines answer a request for a stream with a single body
-            if self._told is None and attempt.is_answer:
-                body = bytes(attempt.body)
-                self.counted = used_by(self.context.path, body)
-                self._told = self.counted or self._estimated(body)
-            return self._told or Used(self._estimate if began else 0)
+            if not attempt.is_answer:
+                return Used(self._estimate if began else 0)
+            body = bytes(attempt.body)
+            self.counted = used_by(self.context.path, body)
+            return self.counted or self._estimated(body)
         output, prompt = relay.num_output_tokens, relay.prompt_tokens
         if prompt is not None:
             self.counted = Used(prompt, relay.cached_tokens, output)
@@ -93,9 +91,10 @@ class UsageSplit:
     def usage_by_endpoint(self, attempt: Attempt | None) -> Sequence[tuple[Endpoint, Used]]:
         """Usage by engine, the prompt with the first one; empty if no engine answered: that costs
         nothing."""
-        used = self.used(attempt)
-        began = attempt is not None and attempt.was_abandoned and attempt.was_sent
-        if attempt is None or not (used.output or began or attempt.is_answer):
+        if attempt is None:
+            return ()
+        used, began = self.used(attempt), attempt.was_abandoned and attempt.connection is not None
+        if not (used.output or began or attempt.is_answer):
             return ()
         if not self._parts:
             return ((attempt.endpoint, used),)

@@ -111,13 +111,10 @@ class IncomingRequest:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnectedError
-            part: bytes = message.get("body", b"")
+            part = message.get("body", b"")
             size += len(part)
             if size > most:
                 raise HttpError(413, f"the request body may have {most} bytes, got more")
-            is_last = not message.get("more_body", False)
-            if is_last and not parts:
-                return part
             parts.append(part)
-            if is_last:
-                return b"".join(parts)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)

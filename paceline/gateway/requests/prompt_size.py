@@ -91,9 +91,7 @@ def measure(fields: Mapping[str, bytes]) -> PromptSize:
     text, ids, media, longest = 0.0, 0, 0, 1.0
     for name in prompt_fields(fields):
         value = fields[name]
-        flat = value[1:2] if value[:1] == b"[" else b""
-        if flat and flat in b" \t\r\n":
-            flat = value[1:64].lstrip()[:1]
+        flat = value[1:64].lstrip()[:1] if value[:1] == b"[" else b""
         if flat and flat in b"[0123456789":
             # ids of one prompt, or of several
             ids += value.count(b",") + 1
@@ -190,7 +188,7 @@ class BytesPerToken:
         return self._ratios.get(model, _BYTES_PER_TOKEN)
 
     def tokens(self, model: str, size: PromptSize) -> float:
-        return size.text / self._ratios.get(model, _BYTES_PER_TOKEN) + size.ids
+        return size.text / self.of(model) + size.ids
 
     def learn(self, model: str, size: PromptSize, tokens: int) -> None:
         """Learn from an engine's count. Short prompts are skipped, as the template dominates them,

@@ -20,9 +20,7 @@ _SAID: Final = frozenset(
 def believed(count: int | None) -> int:
     """Clamp an engine's token count to possible values, so that a wrong one cannot lower a spend or
     overflow it."""
-    if count is None or count < 0:
-        return 0
-    return count if count < _MOST_TOKENS else _MOST_TOKENS
+    return 0 if count is None or count < 0 else min(count, _MOST_TOKENS)
 
 
 class _Details(msgspec.Struct):

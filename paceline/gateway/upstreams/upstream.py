@@ -37,7 +37,6 @@ _log = logging.getLogger("paceline.gateway")
 _STARTED: Final = "process_start_time_seconds"
 # time for which any answer, to a poll or a request, shows the engine to be alive, s
 _ALIVE_SECONDS: Final = 1.0
-_NOTHING: Final[frozenset[str]] = frozenset()
 _MILDEST: Final[tuple[BreakerState, ...]] = ("closed", "half-open", "open")
 # tolerance of the start time, s: some engines recompute it from a clock that may be adjusted
 _STARTED_WITHIN: Final = 2.0
@@ -240,7 +239,7 @@ class Upstream:
 
     def left_out(self, model: str) -> frozenset[str]:
         """Fields that the gateway would add for this model, but that the engine refuses."""
-        return self._left_out.get(model, _NOTHING)
+        return self._left_out.get(model, frozenset())
 
     def leave_out(self, model: str, names: frozenset[str]) -> None:
         """Remember fields that the engine refused: it then took the request without them."""
