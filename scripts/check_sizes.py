@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (7_787, ("core/**/*",), 7_800),
+    "core": (7_795, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
         2_828,
@@ -31,7 +31,7 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "backends": (10_016, ("backends/**/*",), 9_600),
     "timeline": (1_863, ("timeline/**/*",), 1_700),
     "engine": (7_323, ("engine/**/*",), 7_000),
-    "http": (3_475, ("http/**/*",), 3_000),
+    "http": (3_474, ("http/**/*",), 3_000),
     "routing": (1_236, ("routing/**/*",), 1_200),
     "server, web": (20_943, ("server/**/*", "web/**/*"), 18_900),
     "gateway": (11_048, ("gateway/**/*",), 8_300),
@@ -40,7 +40,7 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "sim": (6_845, ("sim/**/*",), 6_700),
     "cli": (7_786, ("cli/**/*",), 7_400),
     "benchmarks": (15_249, ("../benchmarks/**/*",), 13_500),
-    "tests": (90_478, ("../tests/**/*",), 83_000),
+    "tests": (90_499, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 

@@ -228,6 +228,9 @@ class Request:
     boosted: bool = False
     # the request runs on the share of best effort, and keeps slot and blocks while that lasts
     granted: bool = False
+    # no ordinary request displaces it: it is granted, or late and begun, as half an answer is of no
+    # use to its caller
+    keeps_slot: bool = False
     # predicted final number of output tokens; valid while there are fewer
     predicted_output: int = 0
 

@@ -24,7 +24,7 @@ from paceline.core.pacing.feasibility import Feasibility, Others
 from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.wait_clocks import Reason
-from paceline.core.request import Request
+from paceline.core.request import ORDER, Request
 from paceline.core.step.limits import Step
 from paceline.core.tier import Move, Tier
 
@@ -114,20 +114,20 @@ class PacedStep(Step):
     def _let_rejoin(self) -> None:
         """Make a late request ordinary again, in its order among requests without targets, once it
         endangers no target and a slot is free."""
-        state = self.state
-        late = state.waiting.late.peek() or state.waiting.demoted.peek()
-        if late is None or late.asked.slo.best_effort or self.budget <= 0:
+        state, waiting = self.state, self.state.waiting
+        if self.budget <= 0 or len(state.running.requests) >= state.config.max_num_seqs:
             return
-        if len(state.running.requests) >= state.config.max_num_seqs:
+        head = waiting.ordinary.peek()
+        if not (self.others.without_ttft_target if head is None else head.slo.ttft is None):
             return
-        head = state.waiting.ordinary.peek()
-        if head is None:
-            rejoins = self.others.without_ttft_target
-        else:
-            # one at a time, and in order
-            rejoins = head.slo.ttft is None and late.order < head.order
-        if rejoins and not self.feasibility.endangers(late, self.now, self.others):
-            state.waiting.move(late, _REJOIN)
+        # one at a time, and in order
+        late = min(
+            (*waiting.late, *filter(None, (waiting.demoted.peek(),))), key=ORDER, default=None
+        )
+        if late is None or late.asked.slo.best_effort or (head and head.order < late.order):
+            return
+        if not self.feasibility.endangers(late, self.now, self.others):
+            waiting.move(late, _REJOIN)
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
         late = self.feasibility.is_late(request, self.now)
@@ -142,8 +142,8 @@ class PacedStep(Step):
 
     def admitted(self, request: Request) -> None:
         if request.tier is not Tier.ORDINARY:
-            # a late one that is begun is served to the end: half an answer is of no use
-            request.granted = request is self._turn or not self.share.has_share(request)
+            request.granted = request is self._turn
+            request.keeps_slot = request.granted or not self.share.has_share(request)
             return
         if self.guard is not None:
             self.guard.add(request)

@@ -84,7 +84,7 @@ class GuaranteedShare:
         if request.asked.slo.best_effort or self._timeout is None:
             return True
         waited = self._now - request.asked.arrival_time
-        return request.first_scheduled_time is not None and waited >= self._timeout
+        return request.num_preemptions > 0 and waited >= self._timeout
 
     # ------------------------------------------------------------------ earned and spent
 
@@ -124,6 +124,7 @@ class GuaranteedShare:
         for request in granted:
             lost = min(self._state.running.seconds_lost(request), _OWED * self._share)
             request.granted = self.credit > -max(_SAVED * self._share, lost)
+            request.keeps_slot = request.granted
 
     def _background_is_here(self) -> bool:
         """Whether background work needs its share every few seconds: unlike that of work with
@@ -213,7 +214,7 @@ class GuaranteedShare:
             return 0
         for request in view.best_effort:
             lacking = request.num_uncomputed_tokens
-            if lacking > 1 and request.granted and self.has_share(request):
+            if lacking > 1 and request.granted:
                 base, predict = view.base, self._model.predict
                 each = (predict(base.plus(0, _TILE)) - predict(base)) / _TILE
                 return min(lacking, int(self.credit / max(each, 1e-9)))

@@ -34,6 +34,7 @@ class DeadlinePolicy(FcfsPolicy):
     """
 
     bounds_gaps = True
+    serves_newest_late_first = True
 
     def assumed(self, request: Request) -> Slo:
         own, config = request.asked.slo, self._context.config

@@ -40,6 +40,8 @@ class FcfsPolicy:
     keeps_tenants_apart = False
     # True: while answers stream, steps last at most ``SchedulerConfig.max_token_gap_s``
     bounds_gaps = False
+    # late requests that were never started go newest first, where their wait is bounded
+    serves_newest_late_first = False
     # increase of a request's key for each second that it arrives later
     key_per_second = 1.0
 
@@ -74,9 +76,9 @@ class FcfsPolicy:
         first by ``queues.running.place``, or two requests would displace each other for ever; and
         ``running``, once it waits too, must not be admitted before ``waiting``, or both would swap
         in every step: a request of a later ``Tier`` displaces none of an earlier one, and none
-        displaces a ``granted`` one."""
+        displaces one that ``keeps_slot``."""
         ordinary = Tier.ORDINARY
-        if running.tier is ordinary or waiting.tier is not ordinary or running.granted:
+        if running.tier is ordinary or waiting.tier is not ordinary or running.keeps_slot:
             return False
         # a late request is demoted for requests whose targets it endangers
         return waiting.targets.ttft is not None or running.asked.slo.best_effort

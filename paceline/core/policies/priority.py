@@ -38,7 +38,7 @@ class PriorityPolicy(FcfsPolicy):
         return super().displaces(waiting, running) or (
             # otherwise it would be admitted again before the request that displaced it
             waiting.tier <= running.tier
-            and not running.granted
+            and not running.keeps_slot
             and waiting.asked.priority < running.asked.priority
             and waiting.order < running.order
         )

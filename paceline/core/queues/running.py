@@ -74,7 +74,8 @@ class RunningList:
         self._kv.free(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
-        request.status, request.granted = RequestStatus.WAITING, False
+        request.status = RequestStatus.WAITING
+        request.granted = request.keeps_slot = False
         self.requests.remove(request)
         self.most_tokens[request.tier] -= request.max_total_tokens + self._cache.block_size
         self._released.append(request.request_id)

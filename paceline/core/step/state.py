@@ -88,7 +88,7 @@ class SchedulerState:
         adaptive = config.adaptive_token_budget
         self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
         self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
-        newest_first = config.queue_timeout_s is not None and not policy.keeps_tenants_apart
+        newest_first = config.queue_timeout_s is not None and policy.serves_newest_late_first
         self.waiting = WaitingQueues(policy.make_queue, self.kv, newest_first=newest_first)
         self.forks = Forks()
         self.running = RunningList(config, cache, self.kv, self.waiting, self.work)
