@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, Final, NoReturn, TypeVar
 
 from paceline.errors import ConfigError
-from paceline.renamed import is_now
+from paceline.renamed import is_gone, is_now
 
 __all__ = [
     "Parser",
@@ -129,8 +129,6 @@ _ELSEWHERE: Final = {
     "--quantization": "--dtype int8 or q4",
     "--trust-remote-code": "nothing: no code of a checkpoint is ever run",
 }
-# flags of earlier versions without a successor -> what happens instead
-_GONE: Final = {"--screen-head": "the whole output head is read for every token"}
 _SYNONYMS: Final = {
     "edf": "deadline", "fifo": "fcfs", "lifo": "priority", "shortest": "sjf", "spf": "sjf",
     "vtc": "fair", "wfq": "fair", "fp32": "float32", "bf16": "bfloat16", "half": "bfloat16",
@@ -140,8 +138,8 @@ _SYNONYMS: Final = {
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
-    if word in _GONE:
-        return f" ({word} is gone: {_GONE[word]})"
+    if gone := is_gone([word]):
+        return f" ({gone})"
     if word in _ELSEWHERE:
         return f" (here that is {_ELSEWHERE[word]})"
     if renamed := is_now([word], known):
