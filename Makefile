@@ -119,8 +119,9 @@ model: $(STAMP) ## download the default model
 	@$(BIN)/paceline pull smollm2-135m
 bench: $(READY) model ## run a benchmark, for instance QUICK=1 make bench NAME=peers; without NAME, list them
 	@exec $(BIN)/python -m benchmarks $(NAME) $(ARGS)
+# an earlier target, or a slip: answered without the environment
 bench-%:
-	@echo "make $@ is now make bench NAME=$*" >&2; exit 2
+	@$(firstword $(wildcard $(BIN)/python) python3) -m benchmarks $@
 studies: $(STAMP) ## simulate the claims of docs/studies and renew its tables and plots
 	@$(BIN)/python -m benchmarks.studies --write
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks [NAME] [ARGUMENTS]
 
-A name is that of a folder, of a file here, or of one of INSIDE.
+A name is that of a folder, of a file here, or of one of INSIDE. ``bench-NAME``, an earlier target
+of make, is answered with what to type now.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final
 
 # files of a folder that are benchmarks of their own
 INSIDE: Final = ("kernels/accuracy", "kernels/levels", "peers/sizes")
+PARTS_OF: Final = dict.fromkeys(("gaps", "background", "neighbours"), "promises")
 
 
 def benchmarks() -> dict[str, Path]:
@@ -35,8 +37,17 @@ def main() -> int:
         inside = found[name].relative_to(Path(__file__).parents[1]).with_suffix("")
         module = ".".join(inside.parts).removesuffix(".__main__")
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    bare = name.removeprefix("bench-")
+    if bare in found:
+        print(f"make {name} is now make bench NAME={bare}", file=sys.stderr)
+        return 2
+    if whole := PARTS_OF.get(bare):
+        print(
+            f"{bare} is part of NAME={whole}: PARTS={bare} make bench NAME={whole}", file=sys.stderr
+        )
+        return 2
     if name:
-        print(f"there is no benchmark {name!r}", file=sys.stderr)
+        print(f"there is no benchmark {bare!r}", file=sys.stderr)
     print("make bench NAME=...; the head of each one's file says what it measures and reads:\n")
     for known, path in found.items():
         title = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["RENAMED", "is_now"]
+__all__ = ["GONE", "RENAMED", "is_gone", "is_now"]
 
 RENAMED: Final = {
     # flags
@@ -34,6 +34,9 @@ RENAMED: Final = {
     # values of --dtype
     "native": "gguf",
 }
+_WHOLE_HEAD: Final = "the whole output head is read for every token"
+# names without a successor -> what happens instead
+GONE: Final = {"--screen-head": _WHOLE_HEAD, "screen_head": _WHOLE_HEAD}
 
 
 def is_now(names: Iterable[str], known: Iterable[str]) -> str:
@@ -50,3 +53,8 @@ def is_now(names: Iterable[str], known: Iterable[str]) -> str:
         if successor in known:
             return f"{name} is now {successor}"
     return ""
+
+
+def is_gone(names: Iterable[str]) -> str:
+    """Return ``"X is gone: ..."`` for the first of ``names`` without a successor; else ""."""
+    return next((f"{name} is gone: {GONE[name]}" for name in names if name in GONE), "")

@@ -11,7 +11,7 @@ from paceline.cli.main import build_parser
 from paceline.core.config import SchedulerConfig
 from paceline.errors import ConfigError
 from paceline.gateway.settings.config import GatewayConfig, parse_config
-from paceline.renamed import RENAMED, is_now
+from paceline.renamed import GONE, RENAMED, is_now
 
 ENGINE = '[[engines]]\nname = "e1"\nurl = "http://127.0.0.1:1"\n'
 FLAGS = [name for name in RENAMED if name.startswith("--")]
@@ -54,6 +54,17 @@ def test_the_dtype(capsys: pytest.CaptureFixture[str]) -> None:
 def test_keyword_arguments(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is now {RENAMED[name]}"):
         EngineSettings.of(**{name: 1})
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_what_is_gone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name.startswith("--"):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(["serve", name])
+        assert f"({name} is gone: {GONE[name]})" in capsys.readouterr().err
+    else:
+        with pytest.raises(ConfigError, match=f"{name} is gone: {GONE[name]}"):
+            EngineSettings.of(**{name: 1})
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, Final, NoReturn, TypeVar
 
 from paceline.errors import ConfigError
-from paceline.renamed import is_now
+from paceline.renamed import is_gone, is_now
 
 __all__ = [
     "Parser",
@@ -23,9 +23,11 @@ __all__ = [
     "bounded_int",
     "byte_count",
     "json_object",
+    "memory_size",
     "parts_of",
     "shown_bytes",
     "size_list",
+    "size_with_unit",
     "weights_by_name",
 ]
 
@@ -129,8 +131,6 @@ _ELSEWHERE: Final = {
     "--quantization": "--dtype int8 or q4",
     "--trust-remote-code": "nothing: no code of a checkpoint is ever run",
 }
-# flags of earlier versions without a successor -> what happens instead
-_GONE: Final = {"--screen-head": "the whole output head is read for every token"}
 _SYNONYMS: Final = {
     "edf": "deadline", "fifo": "fcfs", "lifo": "priority", "shortest": "sjf", "spf": "sjf",
     "vtc": "fair", "wfq": "fair", "fp32": "float32", "bf16": "bfloat16", "half": "bfloat16",
@@ -140,8 +140,8 @@ _SYNONYMS: Final = {
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
-    if word in _GONE:
-        return f" ({word} is gone: {_GONE[word]})"
+    if gone := is_gone([word]):
+        return f" ({gone})"
     if word in _ELSEWHERE:
         return f" (here that is {_ELSEWHERE[word]})"
     if renamed := is_now([word], known):
@@ -233,30 +233,40 @@ def size_list(text: str) -> tuple[int, ...]:
 
 
 def byte_count(text: str) -> int:
-    """Parse ``2GiB``, ``512 MB`` or a plain number of GiB, as vLLM's sizes of memory are.
-
-    A plain number above this machine's memory is refused: it was probably meant in bytes.
-    """
+    """Parse ``2GiB``, ``512 MB`` or a plain number of GiB, as vLLM's sizes of memory are."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper() or "GIB") if match else None
     if match is None or unit is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; examples: 2GiB, 512MiB, 1500MB, 65536B, or 4 for 4GiB"
+            f"{text!r} is not a size; examples: 2GiB, 512MiB, 65536B; of memory also 4 for 4GiB"
         )
     count = int(float(match[1]) * unit)
     if count < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1 byte, got {text}")
-    if not match[2] and count > (memory := _machine_bytes()):
+    return count
+
+
+def memory_size(text: str) -> int:
+    """Parse a size of this machine's memory; a plain number above it was meant in bytes."""
+    count, plain = byte_count(text), text.strip()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not plain[-1].isalpha() and count > memory:
         raise argparse.ArgumentTypeError(
-            f"a number without a unit is in GiB, and {match[1]} GiB is more than the "
-            f"{memory / 2**30:.1f} GiB of this machine; write {match[1]}B for bytes or "
-            f"{match[1]}GiB"
+            f"a number without a unit is in GiB, and {plain} GiB is more than the "
+            f"{memory / 2**30:.1f} GiB of this machine; write {plain}B for bytes or {plain}GiB"
         )
     return count
 
 
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def size_with_unit(text: str) -> int:
+    """Parse ``8KiB`` or ``512 MB``; a plain number is refused, as it may mean bytes or GiB."""
+    count, plain = byte_count(text), text.strip()
+    if not plain[-1].isalpha():
+        raise argparse.ArgumentTypeError(
+            f"give a unit, for example {plain}KiB, {plain}MiB or {plain}B for bytes; a plain "
+            "number would be in GiB, as in --swap-space"
+        )
+    return count
 
 
 def shown_bytes(count: int) -> str:

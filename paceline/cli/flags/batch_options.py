@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.flags.arguments import bounded_int, byte_count
+from paceline.cli.flags.arguments import bounded_int, size_with_unit
 
 if TYPE_CHECKING:
     from paceline.server.settings.config import BatchConfig
@@ -27,14 +27,14 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-file-size",
-        type=byte_count,
+        type=size_with_unit,
         default=200 * 2**20,
         metavar="SIZE",
         help="a larger file is refused with 413 (default 200MiB)",
     )
     group.add_argument(
         "--batch-storage",
-        type=byte_count,
+        type=size_with_unit,
         default=10 * 2**30,
         metavar="SIZE",
         help="all files and answers together; beyond that uploads are refused with 413 and batches "

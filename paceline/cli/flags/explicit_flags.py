@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.flags.arguments import byte_count, shown_bytes
+from paceline.cli.flags.arguments import memory_size, shown_bytes, size_with_unit
 from paceline.core.slo import Slo
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _default(action: argparse.Action) -> str:
 
 
 def _shown(value: Any, action: argparse.Action | None = None) -> str:
-    if action is not None and action.type is byte_count:
+    if action is not None and action.type in (memory_size, size_with_unit):
         return shown_bytes(value)
     if isinstance(value, bool):
         return ""

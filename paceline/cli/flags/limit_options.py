@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, size_with_unit
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def add_limit_options(parser: Parser) -> None:
     bounds = parser.add_argument_group("bounds of what may be sent (docs/operate/limits.md)")
     bounds.add_argument(
         "--max-header-size",
-        type=byte_count,
+        type=size_with_unit,
         metavar="SIZE",
         help="of a request's line and headers together, at least 1KiB (default 64KiB)",
     )
@@ -148,7 +148,7 @@ def add_limit_options(parser: Parser) -> None:
     )
     web.add_argument(
         "--timeline-history",
-        type=byte_count,
+        type=size_with_unit,
         default=8 * 2**20,
         metavar="SIZE",
         help="memory for the steps that the page's timeline can go back to: some ten minutes of a "

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 
 from paceline.backends.machine.topology import format_list, parse_list
-from paceline.cli.flags.arguments import bounded_float, bounded_int, byte_count, size_list
+from paceline.cli.flags.arguments import (
+    bounded_float,
+    bounded_int,
+    memory_size,
+    size_list,
+    size_with_unit,
+)
 from paceline.cli.flags.scheduling_options import (
     ADMISSION,
     SCHEDULING,
@@ -139,7 +145,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     )
     group.add_argument(
         "--packed-cache",
-        type=byte_count,
+        type=size_with_unit,
         default=default.load.packed_cache_bytes,
         metavar="SIZE",
         help="with native compute, keep weights as they are packed in the cache folder, at most so "
@@ -225,7 +231,7 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
         help="blocks in the pool; or give --kv-cache-memory; default: sized from free memory",
     )
     group.add_argument(
-        "--kv-cache-memory", type=byte_count, metavar="SIZE", help="such as 512MiB, or 2 for 2GiB"
+        "--kv-cache-memory", type=memory_size, metavar="SIZE", help="such as 512MiB, or 2 for 2GiB"
     )
     group.add_argument(
         "--no-enable-prefix-caching",
@@ -235,7 +241,7 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
     )
     group.add_argument(
         "--prefix-cache-memory",
-        type=byte_count,
+        type=memory_size,
         metavar="SIZE",
         help="what cached prefixes that no request uses may hold before the oldest makes room for "
         "new ones, rather than memory that the KV cache has not used yet; default: as much as the "

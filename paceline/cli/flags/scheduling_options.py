@@ -12,8 +12,8 @@ from typing import Any, Final
 from paceline.cli.flags.arguments import (
     bounded_float,
     bounded_int,
-    byte_count,
     json_object,
+    memory_size,
     weights_by_name,
 )
 from paceline.cli.flags.plugins import policy_names
@@ -199,7 +199,7 @@ SCHEDULING: Final = (
     Flag(
         name="--swap-space",
         field="swap_bytes",
-        parse=byte_count,
+        parse=memory_size,
         metavar="SIZE",
         help="host memory for swapped KV blocks, in GiB if no unit follows; default: half the KV "
         "cache's size, taken as it is used; on CUDA 4GiB at most, pinned at once",

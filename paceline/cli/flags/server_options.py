@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, size_with_unit
 from paceline.cli.flags.options import LOG_LEVELS
 from paceline.core.slo import Slo
 from paceline.errors import InvalidRequestError
@@ -100,7 +100,7 @@ def add_server_options(parser: Parser) -> None:
     )
     group.add_argument(
         "--max-body-size",
-        type=byte_count,
+        type=size_with_unit,
         default=8 * 2**20,
         metavar="SIZE",
         help="a longer request body is refused (default 8MiB)",

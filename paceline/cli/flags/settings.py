@@ -13,7 +13,7 @@ from paceline.backends.loading.settings import BackendSettings
 from paceline.cli.flags.arguments import shown_bytes
 from paceline.core.config import SchedulerConfig
 from paceline.errors import ConfigError
-from paceline.renamed import is_now
+from paceline.renamed import is_gone, is_now
 from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["ENGINE_PROCESS", "TRACE_PROCESS", "WHAT_IF_PROCESS", "EngineSettings"]
@@ -92,9 +92,9 @@ class EngineSettings:
 
     def changed(self, **values: Any) -> EngineSettings:
         """Return a copy with these settings by name, wherever they are declared. Raises
-        ConfigError for one that has another name now."""
-        if renamed := is_now(values, _PART):
-            raise ConfigError(renamed)
+        ConfigError for one that has another name now or is gone."""
+        if answer := is_now(values, _PART) or is_gone(values):
+            raise ConfigError(answer)
         parts: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             parts.setdefault(_PART.get(name, ""), {})[name] = value

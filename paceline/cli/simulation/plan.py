@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, byte_count, json_object
+from paceline.cli.flags.arguments import (
+    Parser,
+    bounded_float,
+    bounded_int,
+    byte_count,
+    json_object,
+    size_with_unit,
+)
 from paceline.cli.simulation import plan_fleet, plan_models
 from paceline.errors import ConfigError
 from paceline.speculation.settings import SpeculationSettings
@@ -119,7 +126,7 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--weights", type=byte_count, metavar="SIZE", help="instead of a model's")
     parser.add_argument(
-        "--kv-per-token", type=byte_count, metavar="SIZE", help="instead of a model's"
+        "--kv-per-token", type=size_with_unit, metavar="SIZE", help="instead of a model's"
     )
     parser.add_argument("--max-len", type=bounded_int(1), metavar="N", help="prompt and output")
     parser.add_argument("--mean-len", type=bounded_float(1), metavar="N", help="of a mean sequence")

@@ -15,7 +15,9 @@ from paceline.cli.flags.arguments import (
     bounded_float,
     bounded_int,
     byte_count,
+    memory_size,
     shown_bytes,
+    size_with_unit,
     weights_by_name,
 )
 from paceline.cli.flags.options import (
@@ -32,6 +34,13 @@ from paceline.cli.serve.command import _server_config
 from paceline.core.config import SchedulerConfig
 from paceline.core.slo import Slo
 from paceline.errors import ConfigError
+
+# flag -> a command that has it
+UNIT_FLAGS = {"--kv-per-token": ("plan", "memory")} | dict.fromkeys(
+    ("--max-body-size", "--max-header-size", "--timeline-history", "--max-file-size",
+     "--batch-storage", "--packed-cache"),
+    ("serve",),
+)  # fmt: skip
 
 
 def parser() -> Parser:
@@ -73,12 +82,26 @@ def test_byte_count_refuses(text: str) -> None:
 def test_a_number_that_looks_like_bytes_is_refused_with_both_sizes(text: str) -> None:
     """vLLM's ``--swap-space 4`` are 4 GiB; a script may have bytes."""
     with pytest.raises(argparse.ArgumentTypeError) as refused:
-        byte_count(text)
+        memory_size(text)
     assert re.search(
         rf"{text} GiB is more than the [0-9.]+ GiB of this machine", str(refused.value)
     )
     assert f"write {text}B for bytes" in str(refused.value)
-    assert byte_count(f"{text}GiB") == 2**30 * int(text)
+    assert memory_size(f"{text}GiB") == 2**30 * int(text) == byte_count(text)
+
+
+@pytest.mark.parametrize("text", ["8", "0.5", " 64 "])
+def test_a_size_that_is_not_of_memory_needs_a_unit(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"give a unit, .* {text.strip()}KiB"):
+        size_with_unit(text)
+    assert size_with_unit(f"{text}KiB") == byte_count(f"{text}KiB")
+
+
+@pytest.mark.parametrize("flag", UNIT_FLAGS)
+def test_flags_that_need_a_unit(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([*UNIT_FLAGS[flag], flag, "8"])
+    assert f"argument {flag}: give a unit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 1023, 2**10, 3 * 2**20, 5 * 2**30, 2**40, 10**9])

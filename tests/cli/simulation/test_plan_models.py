@@ -26,9 +26,14 @@ def test_a_cell_is_what_plan_memory_says(
     (cell,) = models(capsys, "--memory", f"{memory}GB")["meta-llama/Llama-3.1-8B"]
     assert cell["format"] == dtype
     weights = int(8_030_000_000 * per_weight)
-    told = ["--weights", str(weights), "--max-len", "2048", "--mean-len", "2048"]
+    told = ["--weights", f"{weights}B", "--max-len", "2048", "--mean-len", "2048"]
     main(["plan", "memory", "--model", "llama-3.1-8b", "--memory", f"{memory}GB", *told, "--json"])
     assert cell["sequences"] == json.loads(capsys.readouterr().out)["paged"]
+
+
+def test_a_gpu_may_have_more_memory_than_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, told = models(capsys, "--memory", "9000,9000GiB")["meta-llama/Llama-3.1-8B"]
+    assert plain == told and plain["memory_bytes"] == 9000 * 2**30
 
 
 def test_each_flag_changes_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

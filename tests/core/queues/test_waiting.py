@@ -196,24 +196,3 @@ def test_late_requests_that_never_began_go_newest_first_where_their_wait_is_boun
             machine.step()
             served += [row.request_id for row in machine.plans[-1].rows]
         assert [name for name in dict.fromkeys(served) if name in order] == order, timeout
-
-
-def test_the_oldest_late_request_rejoins_whatever_bounds_its_wait() -> None:
-    def served(timeout: float | None) -> list[str]:
-        machine = Machine(max_num_seqs=1, queue_timeout_s=timeout)
-        machine.add(make_request("runs", 5, 60, arrival=machine.now))
-        machine.step()
-        machine.now += 1.0
-        late = Slo(ttft=0.5)
-        machine.add(make_request("old", 5, 4, arrival=machine.now - 12.0, slo=late))
-        machine.add(make_request("plain", 5, 4, arrival=machine.now - 11.0))
-        machine.add(make_request("new", 5, 4, arrival=machine.now - 0.6, slo=late))
-        machine.add(make_request("on time", 5, 4, arrival=machine.now, slo=Slo(ttft=2.0)))
-        rows: list[str] = []
-        while machine.scheduler.has_unfinished:
-            machine.step()
-            rows += [row.request_id for row in machine.plans[-1].rows]
-        return list(dict.fromkeys(rows))
-
-    for order in (served(60.0), served(None)):
-        assert order.index("old") < order.index("plain"), order
