@@ -49,9 +49,8 @@ class LinearModel:
         self.num_samples = 0
 
     def predict(self, x: Sequence[float]) -> float:
-        total = 0.0
-        for weight, value in zip(self._w, x, strict=True):
-            total += weight * value
+        # ``learn`` checks that there is a weight for each
+        total: float = sum(map(mul, self._w, x))
         return total
 
     def learn(self, x: Sequence[float], y: float) -> float:

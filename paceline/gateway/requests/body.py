@@ -41,9 +41,8 @@ _KINDS: Final = {"model": (str, "a string"), "stream": (bool, "true or false")}
 
 # limit of an answer, in tokens, if its caller sets none
 _DEFAULT_MAX_TOKENS: Final = 1024
-# names of the limit, by precedence; then, by path, those that all engines know
-_ALL_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_CHAT_LIMITS: Final = _ALL_LIMITS[:2]
+# names of the limit that all engines know, of chats and by path
+_CHAT_LIMITS: Final = ("max_completion_tokens", "max_tokens")
 _LIMITS: Final = {
     "/v1/completions": ("max_tokens",),
     "/v1/messages": ("max_tokens",),
@@ -198,18 +197,19 @@ def read_body(data: bytes) -> Body:
 
 
 def _routed(fields: Mapping[str, bytes]) -> _Routed:
-    """Decode the routed fields one by one, to name the one whose type is wrong; of a duplicate
-    field the last one counts."""
+    """Decode fields one by one, to name a wrong one; of a duplicate field the last one counts."""
     return _Routed(**{name: _read(fields, name) for name in _Routed.__struct_fields__})
 
 
 def _limits(fields: Mapping[str, bytes], routed: _Routed) -> tuple[Mapping[str, int], int]:
-    """Return the answer's limits by name, and the one that counts: the first that is no negative
-    number, which for some engines means no limit."""
+    """Return the limits by name, and the first that is not negative, which may mean no limit."""
     told: dict[str, int] = {}
     most = -1
-    limits = (routed.max_completion_tokens, routed.max_tokens, routed.max_output_tokens)
-    for name, limit in zip(_ALL_LIMITS, limits, strict=True):
+    for name, limit in (
+        ("max_completion_tokens", routed.max_completion_tokens),
+        ("max_tokens", routed.max_tokens),
+        ("max_output_tokens", routed.max_output_tokens),
+    ):
         if limit is not None:
             told[name] = limit
             most = limit if most < 0 else most
