@@ -80,8 +80,8 @@ class ResponseReader:
         self._head_bytes = 0
         # bytes of the present answer's header lines; 0: not counted, as the reads were short
         self._parsed_bytes = 0
-        # the present read may hold too long a head
-        self._is_long = False
+        # bytes of the reads with heads of the present answer, interim ones included
+        self._read_bytes = 0
         self._in_head = True
         # the answer has a length, or chunks
         self._framed = False
@@ -126,8 +126,9 @@ class ResponseReader:
         events: list[ReadEvent] = []
         self._events = events
         if self._in_head:
-            self._head_bytes += len(data)
-            self._is_long = self._head_bytes > self._max_head_bytes
+            size = len(data)
+            self._head_bytes += size
+            self._read_bytes += size
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -168,7 +169,7 @@ class ResponseReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.is_unsolicited:
             return
-        if self._is_long or not self._in_head:
+        if self._read_bytes > self._max_head_bytes or not self._in_head:
             self._count(name, value)
             if not self._in_head:
                 # a trailer does not belong to the head
@@ -195,6 +196,7 @@ class ResponseReader:
         if self._interim:
             return
         self._in_head = False
+        self._read_bytes = 0
         self.keeps_alive = self._framed and self._parser.should_keep_alive()
         if status in (204, 304):
             self._framed = True
