@@ -66,7 +66,8 @@ class ResponseReader:
     """Reader of one connection, whose answers follow each other.
 
     Args:
-        max_head_bytes: of one answer's head.
+        max_head_bytes: of one answer's head, interim ones included, and of its trailers or one
+            chunk's size line.
     """
 
     def __init__(self, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
@@ -76,12 +77,12 @@ class ResponseReader:
         # body parts of the present read
         self._parts: list[bytes] = []
         self._headers: list[tuple[bytes, bytes]] = []
-        # bytes of the present incomplete head
-        self._head_bytes = 0
+        # bytes of the reads since the last event
+        self._waiting_bytes = 0
         # bytes of the present answer's header lines; 0: not counted, as the reads were short
         self._parsed_bytes = 0
-        # bytes of the reads with heads of the present answer, interim ones included
-        self._read_bytes = 0
+        # the present read may hold too long a head
+        self._is_long = False
         self._in_head = True
         # the answer has a length, or chunks
         self._framed = False
@@ -125,10 +126,8 @@ class ResponseReader:
         ``Fault`` there is nothing more to read."""
         events: list[ReadEvent] = []
         self._events = events
-        if self._in_head:
-            size = len(data)
-            self._head_bytes += size
-            self._read_bytes += size
+        self._waiting_bytes += len(data)
+        self._is_long = self._waiting_bytes > self._max_head_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -142,13 +141,17 @@ class ResponseReader:
             if self.is_complete:
                 self.is_unsolicited = True
             else:
-                events.append(Fault(f"the answer is not HTTP: {str(error)[:100]}"))
+                events.append(
+                    Fault(f"the answer is not HTTP: {str(error.__context__ or error)[:100]}")
+                )
             return events
         if self._parts:
             self._end_part()
-        if not self.is_complete and self._in_head and self._head_bytes > self._max_head_bytes:
-            most = self._max_head_bytes
-            events.append(Fault(f"the answer's head has over {most} bytes"))
+        if events:
+            self._waiting_bytes = 0
+        elif self._is_long and not self.is_complete:
+            what = "head" if self._in_head else "trailer or chunk extension"
+            events.append(Fault(f"the answer's {what} has over {self._max_head_bytes} bytes"))
         self._between_chunks = self._may_skip and self._chunk_ended and data.endswith(b"\r\n")
         return events
 
@@ -164,18 +167,23 @@ class ResponseReader:
             return
         self._headers, self._in_head, self._framed = [], True, False
         self._chunk_ended = self._between_chunks = False
-        self._parsed_bytes = 0
+        if not self._interim:
+            self._parsed_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.is_unsolicited:
             return
-        if self._read_bytes > self._max_head_bytes or not self._in_head:
+        if self._is_long or not self._in_head:
             self._count(name, value)
             if not self._in_head:
                 # a trailer does not belong to the head
                 return
         name = _LOWER[name]
         if name in (b"content-length", b"transfer-encoding"):
+            if name == b"transfer-encoding" and (
+                self._framed or value.strip().lower() != b"chunked"
+            ):
+                raise ValueError("its transfer-encoding is not chunked alone")
             self._framed = True
         self._headers.append((name, value))
 
@@ -190,13 +198,11 @@ class ResponseReader:
     def on_headers_complete(self) -> None:
         if self.is_unsolicited:
             return
-        self._head_bytes = 0
         status = self._parser.get_status_code()
         self._interim = 100 <= status < 200
         if self._interim:
             return
         self._in_head = False
-        self._read_bytes = 0
         self.keeps_alive = self._framed and self._parser.should_keep_alive()
         if status in (204, 304):
             self._framed = True

@@ -188,6 +188,51 @@ def test_trailers_are_no_headers() -> None:
     assert [name for name, _ in sink.headers] == [b"content-type", b"transfer-encoding"]
 
 
+INTERIM = b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (HEAD + b"0\r\nx: ", b"y" * 1000),
+        (HEAD + b"0\r\n", b"x: y\r\n" * 100),
+        (HEAD + chunk(b"1") + b"3;x=", b"y" * 1000),
+        (HEAD, b"0" * 1000),
+        (b"HTTP/1.1 200 OK\r\nx: ", b"y" * 1000),
+        (INTERIM, INTERIM * 20),
+    ],
+)
+def test_lines_without_end_are_bounded(begun: bytes, more: bytes) -> None:
+    connection, sink, parser = asked()
+    connection.data_received(begun)
+    while not sink.end and len(parser.fed) < 200:
+        connection.data_received(more)
+    assert sink.end != "whole" and sum(map(len, parser.fed)) < 40_000
+
+
+def test_an_interim_head_hides_no_part_of_the_final_one() -> None:
+    connection, sink, _ = asked()
+    lines = b"x: %b\r\n" % (b"y" * 95) * 400
+    connection.data_received(INTERIM + b"HTTP/1.1 200 OK\r\n" + lines[:24_000])
+    connection.data_received(lines[24_000:] + b"content-length: 0\r\n\r\n")
+    assert "too long a head" in sink.end
+
+
+@pytest.mark.parametrize(
+    ("coding", "end"),
+    [
+        (b"Chunked", "whole"),
+        (b"gzip, chunked", "not chunked alone"),
+        (b"identity", "not chunked alone"),
+        (b"chunked\r\ntransfer-encoding: chunked", "not chunked alone"),
+    ],
+)
+def test_a_transfer_encoding_is_chunked_alone(coding: bytes, end: str) -> None:
+    connection, sink, _ = asked()
+    connection.data_received(HEAD.replace(b"chunked", coding) + chunk(b"1") + b"0\r\n\r\n")
+    assert end in sink.end and bool(sink.parts) == (end == "whole")
+
+
 def test_line_breaks_behind_an_answer_are_nothing() -> None:
     connection, sink, _ = asked()
     connection.data_received(HEAD + chunk(b"1") + b"0\r\n\r\n\r\n")
