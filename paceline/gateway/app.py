@@ -211,7 +211,11 @@ class Gateway:
             await self._relay(proxied)
         finally:
             incoming.settle_with(None)
-            usage = () if proxied is None else proxied.usage_by_endpoint()
+            try:
+                usage = () if proxied is None else proxied.usage_by_endpoint()
+            except Exception:
+                await self._admission.settle(admitted, ())
+                raise
             if proxied is not None:
                 proxied.close()
             await self._admission.settle(admitted, usage)
@@ -224,12 +228,12 @@ class Gateway:
             await proxied.run()
             self._learn(proxied)
         finally:
-            trace = proxied.context.caller.trace
-            if trace is not NO_TRACE:
-                trace.close(proxied.used, self.now())
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
+            trace = proxied.context.caller.trace
+            if trace is not NO_TRACE:
+                trace.close(proxied.used, self.now())
 
     def _learn(self, proxied: ProxiedRequest) -> None:
         """Learn lengths and bytes per token from a request that has ended."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
+from paceline.gateway.proxy.response import Response
+from paceline.gateway.proxy.usage_split import UsageSplit
+from paceline.gateway.streams.openai_stream import OpenAIStreamRelay
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -55,6 +60,32 @@ async def test_streams_asked_for_ahead_come_one_after_the_other(
     for answer in answers:
         assert answer.count(b"data: [DONE]") == 1 and answer.count(b"\r\n0\r\n\r\n") == 1
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [(Response, "note_attempt"), (OpenAIStreamRelay, "begin_attempt"), (UsageSplit, "used")],
+)
+async def test_a_fault_of_ours_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch, fails: tuple[type, str]
+) -> None:
+    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
+        settled: list[Any] = []
+        settle = gateway._admission.settle
+
+        async def settles(admitted: Any, usage: Any) -> None:
+            settled.append(usage)
+            await settle(admitted, usage)
+
+        def raises(*_: object, **__: object) -> None:
+            raise RuntimeError("a fault of ours")
+
+        monkeypatch.setattr(gateway._admission, "settle", settles)
+        monkeypatch.setattr(*fails, raises)
+        with contextlib.suppress(httpx.HTTPError):
+            await client.post(CHAT, json=chat(stream=True))
+        await until(lambda: bool(settled) and is_clean(gateway))
+    assert [list(usage) for usage in settled] == [[]]
 
 
 async def test_a_caller_who_hangs_up_ends_the_work() -> None:

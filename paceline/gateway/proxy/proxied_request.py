@@ -263,22 +263,22 @@ class ProxiedRequest:
         resumed = bool(placement.num_resumes)
         try:
             request = self._upstream_request.encode(endpoint, resumed=resumed)
+            attempt = Attempt(self, endpoint, dispatch)
         except BaseException:
             dispatch.end(context.now())
             raise
-        placement.note_sent()
-        self._response.note_attempt(endpoint)
-        attempt = Attempt(self, endpoint, dispatch)
         self._response.comes_from(attempt)
-        context.metrics.attempt(endpoint, resumed=resumed, fallback=bool(endpoint.tier))
-        by_text = resumed and not placement.resumes_exactly(endpoint)
-        if self.relay is not None:
-            self.relay.begin_attempt(by_text=by_text)
-            if self._hedge is not None and placement.num == 1:
-                self._hedge.arm(pick, context.now())
-        if by_text:
-            self._response.note(exact=False)
         try:
+            placement.note_sent()
+            self._response.note_attempt(endpoint)
+            context.metrics.attempt(endpoint, resumed=resumed, fallback=bool(endpoint.tier))
+            by_text = resumed and not placement.resumes_exactly(endpoint)
+            if self.relay is not None:
+                self.relay.begin_attempt(by_text=by_text)
+                if self._hedge is not None and placement.num == 1:
+                    self._hedge.arm(pick, context.now())
+            if by_text:
+                self._response.note(exact=False)
             attempt.send(request)
             await self._pump()
         finally:

@@ -66,7 +66,7 @@ def used_by(path: str, body: bytes) -> Used | None:
     """Return the usage of a complete answer; None if it has none."""
     try:
         usage = _decode(body).usage
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return None if usage is None else usage.used(path)
 

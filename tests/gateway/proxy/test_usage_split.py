@@ -13,6 +13,7 @@ import pytest
 
 from paceline.gateway.settings.config import PriceConfig
 from paceline.gateway.settings.prices import show_amount
+from paceline.gateway.streams.usage import text_bytes, used_by
 from tests.gateway.billing.test_spending import ANN, AS_ANN, AS_BOB, BOB, spending
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
@@ -260,3 +261,8 @@ async def test_absurd_counts_of_an_anthropic_engine_are_not_believed(
     assert (prompt, output) == (requests * 10**9, requests * 10**9)
     # all of the prompt was cached
     assert amount == requests * 10**9 * (1 + 100) * MILLIONTH
+
+
+async def test_a_body_nested_without_end_has_no_usage() -> None:
+    body = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    assert used_by(CHAT, body) is None and text_bytes(body) == 0
