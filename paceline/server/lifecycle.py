@@ -77,7 +77,7 @@ async def serve(
         app = create_app(client, config, page=page)
         service = service_of(app)
         life = _Life(service, app, batches_of(app), listener)
-        with exporting(service.metrics, metrics_listener):
+        async with exporting(service.metrics, metrics_listener):
             return await life.run(on_ready)
     finally:
         await client.close()

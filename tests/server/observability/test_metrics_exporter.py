@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import select
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from socketserver import ThreadingMixIn
 
 import httpx
 import pytest
@@ -16,6 +19,7 @@ from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
+from paceline.server.observability.metrics import exporter
 from paceline.server.observability.metrics.exporter import exporting
 from tests.cli.servers import start_server
 from tests.server.helpers import metric
@@ -65,7 +69,8 @@ async def test_a_loop_that_stands_still_shows_by_its_age() -> None:
     app = create_app(null_client(NullBackend()), ServerConfig())
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
-    with exporting(service_of(app).metrics, listener), ThreadPoolExecutor(1) as pool:
+    pool = ThreadPoolExecutor(1)
+    async with exporting(service_of(app).metrics, listener):
 
         def late() -> str:
             time.sleep(1.0)
@@ -81,25 +86,69 @@ async def test_a_loop_that_stands_still_shows_by_its_age() -> None:
         await asyncio.to_thread(httpx.get, address)
 
 
-def test_too_many_connections_are_closed(server: LiveServer) -> None:
-    address = ("127.0.0.1", server.metrics_port)
-    held = [socket.create_connection(address, timeout=10) for _ in range(32)]
-    # these hold their places once they are taken
+def test_one_connection_too_many_closes_the_one_idle_longest(server: LiveServer) -> None:
+    held = [http.client.HTTPConnection("127.0.0.1", server.metrics_port, 10) for _ in range(32)]
     for connection in held:
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(1)
-    with socket.create_connection(address, timeout=10) as one_more:
-        assert one_more.recv(1) == b""
+        connection.connect()
+    for connection in (*held[1:], held[0]):
+        connection.request("GET", "/metrics")
+        assert AGE in connection.getresponse().read().decode()
+    assert AGE in metrics(server)
+    (closed,), _, _ = select.select([connection.sock for connection in held], [], [], 10)
+    assert closed is not held[0].sock and closed.recv(1) == b""
     for connection in held:
         connection.close()
-    eventually(lambda: _answers(server))
 
 
-def _answers(server: LiveServer) -> bool:
-    try:
-        return AGE in metrics(server)
-    except httpx.TransportError:
-        return False
+@pytest.mark.anyio
+async def test_slow_and_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_BUSY", 0.4)
+    app = create_app(null_client(NullBackend()), ServerConfig())
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+
+    def sends(begun: bytes, more: bytes) -> float:
+        start = time.monotonic()
+        connection = socket.create_connection(address, timeout=0.1)
+        with connection, contextlib.suppress(ConnectionError):
+            connection.sendall(begun)
+            while time.monotonic() < start + 10:
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(1 << 16):
+                        break
+                connection.sendall(more)
+        return time.monotonic() - start
+
+    async with exporting(service_of(app).metrics, listener):
+        slow = asyncio.to_thread(sends, b"GET /metrics HTTP/1.1\r\nx: ", b"y")
+        silent = asyncio.to_thread(sends, b"", b"")
+        assert max(await asyncio.gather(slow, silent)) < 5
+        kept = await asyncio.to_thread(socket.create_connection, address, 10)
+        await asyncio.to_thread(kept.sendall, b"GET /metrics HTTP/1.1\r\n\r\n")
+        await asyncio.sleep(0.8)
+    # the end closes what is open
+    with kept, kept.makefile("rb") as reader:
+        assert AGE.encode() in await asyncio.to_thread(reader.read)
+
+
+@pytest.mark.anyio
+async def test_a_thread_that_cannot_start_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(null_client(NullBackend()), ServerConfig())
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    monkeypatch.setattr(exporter, "_MAX_CONNECTIONS", 1)
+    made: list[exporter._Exporter] = []
+    monkeypatch.setattr(exporter._Exporter, "handle_error", lambda self, *_: made.append(self))
+    async with exporting(service_of(app).metrics, listener):
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadingMixIn, "process_request", _cannot_start)
+            with await asyncio.to_thread(socket.create_connection, address, 10) as refused:
+                assert await asyncio.to_thread(refused.recv, 1) == b""
+        assert not made[0]._deadlines
+
+
+def _cannot_start(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_the_flag_opens_the_port() -> None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import AsyncGenerator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
@@ -35,8 +36,10 @@ PERIOD: Final = 0.05
 _IDLE_PERIOD: Final = 1.0
 # maximum concurrent connections: a scraper keeps one
 _MAX_CONNECTIONS: Final = 32
-# seconds a connection may be idle, and seconds between looks whether to end
+# seconds from one answer to the next request, and for everything else: the first request's arrival,
+# a head, an answer; seconds between looks at these times
 _IDLE: Final = 120.0
+_BUSY: Final = 5.0
 _LOOK_EVERY: Final = 0.1
 
 
@@ -49,10 +52,17 @@ class _Handler(BaseHTTPRequestHandler):
     default_request_version = "HTTP/1.0"
     error_content_type = CONTENT_TYPE
     error_message_format = "%(message)s\n"
-    timeout = _IDLE
     # an answer is one write, which is sent at once
     wbufsize = -1
     disable_nagle_algorithm = True
+
+    def handle_one_request(self) -> None:
+        if not self.rfile.peek(1):  # type: ignore[attr-defined]
+            self.close_connection = True
+            return
+        self.server.allow(self.connection, _BUSY)
+        super().handle_one_request()
+        self.server.allow(self.connection, _IDLE)
 
     def do_GET(self) -> None:
         """Answer one request with the latest text and its age."""
@@ -61,14 +71,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         text, made = self.server.shown
         body = b"%b %.3f\n" % (text[: text.rindex(b" ")], max(0.0, time.monotonic() - made))
-        self.send_response_only(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             # what follows is not a request
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
+            self.close_connection = True
+            head += "Connection: close\r\n"
+        # more than ``wfile`` would send at once
+        self.connection.sendall(b"%b\r\n%b" % (head.encode(), body))
 
     def version_string(self) -> str:
         return "paceline"
@@ -91,27 +100,52 @@ class _Exporter(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listener
         self._metrics = metrics
-        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        # when each connection is cut; the one that has been idle longest comes first
+        self._deadlines: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
         self._loop = asyncio.get_running_loop()
         self._publish()
         self._timer = self._loop.call_later(PERIOD, self._tick)
         self._thread = threading.Thread(target=self.serve_forever, args=(_LOOK_EVERY,), daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread. The listener stays open."""
+    async def close(self) -> None:
+        """End the threads. The listener stays open."""
         self._timer.cancel()
-        self.shutdown()
-        self._thread.join()
+        await asyncio.to_thread(self.shutdown)
+        self._cut(math.inf)
 
-    def verify_request(self, request: object, client_address: object) -> bool:
-        return self._slots.acquire(blocking=False)
+    def allow(self, connection: socket.socket, seconds: float) -> None:
+        """Cut the connection after ``seconds``, unless it was cut already."""
+        with self._lock:
+            if self._deadlines.pop(connection, None) is not None:
+                self._deadlines[connection] = time.monotonic() + seconds
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def service_actions(self) -> None:
+        self._cut(time.monotonic())
+
+    def _cut(self, now: float) -> None:
+        with self._lock:
+            for connection in [c for c, deadline in self._deadlines.items() if deadline <= now]:
+                self._shut(connection)
+
+    def _shut(self, connection: socket.socket) -> None:
+        del self._deadlines[connection]
+        with contextlib.suppress(OSError):
+            # its thread reads the end, and closes the socket
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def verify_request(self, request: Any, client_address: object) -> bool:
+        with self._lock:
+            if len(self._deadlines) >= _MAX_CONNECTIONS:
+                self._shut(next(iter(self._deadlines)))
+            self._deadlines[request] = time.monotonic() + _BUSY
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         _log.debug("metrics_scrape_failed", exc_info=True)
@@ -130,8 +164,8 @@ class _Exporter(ThreadingHTTPServer):
         self.shown = self._metrics.render(), time.monotonic()
 
 
-@contextlib.contextmanager
-def exporting(metrics: ServerMetrics, listener: socket.socket | None) -> Generator[None]:
+@contextlib.asynccontextmanager
+async def exporting(metrics: ServerMetrics, listener: socket.socket | None) -> AsyncGenerator[None]:
     """Serve ``metrics`` on ``listener`` within the block, then close it; None: do nothing."""
     if listener is None:
         yield
@@ -141,4 +175,4 @@ def exporting(metrics: ServerMetrics, listener: socket.socket | None) -> Generat
         try:
             yield
         finally:
-            exporter.close()
+            await exporter.close()
