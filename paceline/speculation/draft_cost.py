@@ -83,7 +83,7 @@ class DraftCosts:
         """Whether enough steps had drafts to rely on these costs."""
         return self._step_time.ready and self._num_lengthened >= _UNPRICED
 
-    def rows(self, num_rows: int) -> tuple[float, float]:
+    def step_seconds(self, num_rows: int) -> tuple[float, float]:
         """Return the seconds of a step of ``num_rows`` rows, and of one row more."""
         found, model = self._row_price.of(num_rows), self._step_time
         if found is not None or not model.ready:
@@ -104,7 +104,7 @@ class DraftCosts:
         if not waited:
             self.bubble *= _FORGETTING
             return
-        seconds, step = now - self._received_at, self.rows(num_rows)[0]
+        seconds, step = now - self._received_at, self.step_seconds(num_rows)[0]
         # longer than two steps: there was no request
         if seconds < 2 * step:
             self.bubble += _NEWEST * (seconds - self.bubble)

@@ -207,7 +207,7 @@ class Drafts:
         if not model.ready and any(request.targets.has_targets for request in requests):
             return ()
         due, costs = self._tries.begin_step(), self._costs
-        plain = costs.rows(len(requests))[0]
+        plain = costs.step_seconds(len(requests))[0]
         survivals: list[Sequence[float]] = [()] * len(requests)
         catching_up: dict[int, float] = {}
         for index, draft in enumerate(proposed):
@@ -225,7 +225,7 @@ class Drafts:
             catching_up=catching_up,
             seconds=model.predict(step.shape) if model.ready else 0.0,
             late=max(1.0, model.quantile(LATE_QUANTILE)),
-            price=costs.rows,
+            price=costs.step_seconds,
             known=costs.known,
         )
         choice = DraftChoice(requests, step_costs, most=step.budget, tries=due)
@@ -246,7 +246,7 @@ class Drafts:
         if share <= _WORTH_WAITING:
             return False
         count = len(step.requests)
-        seconds, each_row = self._costs.rows(count)
+        seconds, each_row = self._costs.step_seconds(count)
         return not seconds or share * (seconds - count * each_row) > self._costs.bubble
 
     def _with_blocks(self, request: Request, count: int) -> int:
