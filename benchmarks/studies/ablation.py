@@ -103,7 +103,7 @@ class Noisy:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is served, by what."""
+    """Requests, and the machine that serves them."""
 
     workload: str
     num_blocks: int = 8000
