@@ -13,7 +13,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -25,25 +25,27 @@ from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
-from paceline.gateway.proxy.context import Allowed, Caller, RequestContext
+from paceline.gateway.proxy.context import Allowed, RequestContext, salt_of
 from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
 from paceline.gateway.proxy.passthrough.kept import RESPONSES, StoredObjects
 from paceline.gateway.proxy.proxied_request import RELAYED, ProxiedRequest
+from paceline.gateway.proxy.wake import Wake
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, least_tokens, measure
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Picker
-from paceline.gateway.routing.routes import Route, Routes
+from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.settings.engine_types import is_vectors
+from paceline.gateway.settings.prices import Used
 from paceline.gateway.upstreams.dialects import anthropic_type
 from paceline.gateway.upstreams.registry import UpstreamRegistry
+from paceline.http.body_writer import BODY_WRITER
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import KeyRing
 from paceline.http.rate_limits.limiter import Hold, RateLimiter
 from paceline.http.rate_limits.store import RateStore
-from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import SlowReaders
 from paceline.http.upstream import Headers
 from paceline.http.web import refuse_other_origins
@@ -111,6 +113,8 @@ class Gateway:
         if scope["type"] != "http":
             return
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        # taken out, as the scope and the writer would point at each other
+        extensions = scope.get("extensions", {})
         given = headers.get(b"x-request-id", b"")
         # the id tells requests apart in logs; it is not a secret
         if given and _REQUEST_ID.fullmatch(given):
@@ -119,15 +123,21 @@ class Gateway:
             request_id = f"{random.getrandbits(128):032x}"
 
         incoming = IncomingRequest(
-            scope, scope["path"], headers, receive, send, request_id, self._common_headers
-        )
+            scope, scope["path"], headers, receive, send, request_id, self._common_headers,
+            extensions.pop(BODY_WRITER, None),
+        )  # fmt: skip
         try:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
             incoming.authenticate(self.keys)
             if self._limiter is not None and incoming.path in _LIMITED:
                 await incoming.enter(self._limiter)
-            await self._answer(incoming)
+            if incoming.path not in RELAYED:
+                await self._answer(incoming)
+            elif incoming.method == "POST":
+                await self._proxy(incoming)
+            else:
+                raise HttpError(405, f"{incoming.path} takes POST, not {incoming.method}")
         except ClientDisconnectedError:
             pass
         except Exception as error:
@@ -139,19 +149,13 @@ class Gateway:
                 "refused id=%s status=%d path=%s", request_id, reply.status, incoming.path[:64]
             )
             await _send(incoming.send, *_error(incoming.path, reply), retry_after=reply.retry_after)
-        finally:
-            scope.get("extensions", {}).pop(BODY_WRITER, None)
 
     def _common_headers(self) -> Headers:
         return [(b"connection", b"close")] if self.draining else []
 
     async def _answer(self, incoming: IncomingRequest) -> None:
+        """Answer a request that is not relayed."""
         path, method, send = incoming.path, incoming.method, incoming.send
-        if path in RELAYED:
-            if method != "POST":
-                raise HttpError(405, f"{path} takes POST, not {method}")
-            await self._proxy(incoming)
-            return
         handler = self._admin.find(path)
         if handler is not None:
             if method not in ("GET", "HEAD"):
@@ -202,38 +206,32 @@ class Gateway:
             incoming, route, body, plan, other if allowed.fallback else None
         )
         proxied: ProxiedRequest | None = None
+        self.in_flight += 1
         try:
             demand = self._demand(path, admitted.body, admitted.charge.route, size, tokens, tenant)
             context = self._context(incoming, admitted, route, size, demand, allowed)
             proxied = ProxiedRequest(context)
             if admitted.hold is not None:
                 incoming.settle_with(partial(_headers_settled, admitted.hold, proxied))
-            await self._relay(proxied)
-        finally:
-            incoming.settle_with(None)
-            try:
-                usage = () if proxied is None else proxied.usage_by_endpoint()
-            except Exception:
-                await self._admission.settle(admitted, ())
-                raise
-            if proxied is not None:
-                proxied.close()
-            await self._admission.settle(admitted, usage)
-
-    async def _relay(self, proxied: ProxiedRequest) -> None:
-        """Run a request that was admitted to the end of its answer, and learn from it."""
-        self.in_flight += 1
-        self.idle.clear()
-        try:
             await proxied.run()
             self._learn(proxied)
         finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self.idle.set()
-            trace = proxied.context.caller.trace
-            if trace is not NO_TRACE:
-                trace.close(proxied.used, self.now())
+            self._note_end()
+            incoming.settle_with(None)
+            usage: Sequence[tuple[Endpoint, Used]] = ()
+            try:
+                if proxied is not None:
+                    usage = proxied.usage_by_endpoint()
+                    if (trace := proxied.context.trace) is not NO_TRACE:
+                        trace.close(proxied.used, self.now())
+                    proxied.close()
+            finally:
+                await self._admission.settle(admitted, usage)
+
+    def _note_end(self) -> None:
+        self.in_flight -= 1
+        if self.draining and not self.in_flight:
+            self.idle.set()
 
     def _learn(self, proxied: ProxiedRequest) -> None:
         """Learn lengths and bytes per token from a request that has ended."""
@@ -242,9 +240,8 @@ class Gateway:
         if made := proxied.used.output:
             self._lengths.learn(route.model, -(-made // body.num_made))
         if (counted := proxied.counted) is not None:
-            names = {route.model} if route.asked else {route.model, body.model}
-            for name in names - {""}:
-                self._bytes_per_token.learn(name, context.size, counted.prompt)
+            names = (route.model,) if route.asked else (route.model, body.model)
+            self._bytes_per_token.learn(names, context.size, counted.prompt)
 
     def _context(
         self,
@@ -256,8 +253,8 @@ class Gateway:
         allowed: Allowed,
     ) -> RequestContext:
         """Gather what is given of a request; ``asked``: the route that its caller asked for."""
-        now, path, scope = self.now(), incoming.path, incoming.scope
-        trace = self.tracing.begin(path, asked.model, incoming.request_id, scope["headers"], now)
+        now, path, headers = self.now(), incoming.path, incoming.scope["headers"]
+        trace = self.tracing.begin(path, asked.model, incoming.request_id, headers, now)
         return RequestContext(
             config=self.config,
             picker=self._picker,
@@ -267,15 +264,10 @@ class Gateway:
             metrics=self.metrics,
             now=self.now,
             incoming=incoming,
-            caller=Caller(
-                incoming.request_id,
-                incoming.tenant,
-                allowed,
-                scope["headers"],
-                Caller.salt_of(self._salt, incoming.tenant) if self._salt else "",
-                incoming.headers.get(b"x-stainless-retry-count", b"0") != b"0",
-                trace,
-            ),
+            allowed=allowed,
+            salt=salt_of(self._salt, incoming.tenant) if self._salt else "",
+            tries_again=incoming.headers.get(b"x-stainless-retry-count", b"0") != b"0",
+            trace=trace,
             path=path,
             body=admitted.body,
             size=size,
@@ -283,7 +275,7 @@ class Gateway:
             model=asked.shown,
             demand=demand,
             arrived=now,
-            wake=asyncio.Event(),
+            wake=Wake(),
             watch=self.stored.watch(incoming.tenant) if path == RESPONSES else None,
         )
 

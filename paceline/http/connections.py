@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import resource
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Final
 from uuid import uuid4
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from paceline.http.body_writer import BODY_WRITER, BodyWriter
 from paceline.http.bounds import Bounds
 from paceline.http.errors import Reply, error_body
 from paceline.http.plain import PlainProtocol
-from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import WatchedProtocol
 from paceline.wire import fast_paths
 
@@ -31,6 +31,7 @@ _OTHER_FILES: Final = 256
 _MIN_RATE: Final = 4096
 # HTTP versions; the parser also reads others, which are framed differently
 _VERSIONS: Final = frozenset({"1.0", "1.1"})
+_name_of: Final = operator.itemgetter(0)
 # seconds after which a refused caller should retry, when another connection may have ended
 _RETRY_SECONDS: Final = 1
 
@@ -106,7 +107,7 @@ class Connection(PlainProtocol, WatchedProtocol):
             # the data after it belongs to another protocol
             self._refuse(501, "this server is no proxy: CONNECT is not served")
             raise _RefusedError
-        hosts = [name for name, _ in self.headers].count(b"host")
+        hosts = [*map(_name_of, self.headers)].count(b"host")
         if hosts > 1 or (not hosts and version == "1.1"):
             # RFC 9112, 3.2: proxies on the way may have used another one
             self._refuse(400, f"a request must have one Host header, got {hosts}")
@@ -126,7 +127,7 @@ class Connection(PlainProtocol, WatchedProtocol):
             cycle.chunked_encoding, cycle.expected_content_length = False, _NoLength()
         elif fast_paths.are_on():
             # ASGI asks for a dict of each; this one is internal
-            ours: Any = {BODY_WRITER: _BodyWriter(cycle)}
+            ours: Any = {BODY_WRITER: BodyWriter(cycle)}
             self.scope["extensions"] = ours
 
     def on_body(self, body: bytes) -> None:
@@ -248,121 +249,6 @@ class Connection(PlainProtocol, WatchedProtocol):
         if not self.transport.is_closing():
             self.transport.write(self._parting)
             self.transport.close()
-
-
-class _BodyWriter:
-    """Write parts of a chunked body as ``cycle.send`` does, but without an await; see
-    ``shortcut.BodyWriter``. ``num_bytes`` counts the bytes written so."""
-
-    __slots__ = ("_cycle", "num_bytes")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self.num_bytes = 0
-
-    @property
-    def is_ready(self) -> bool:
-        cycle = self._cycle
-        return not (
-            cycle.flow.write_paused
-            or cycle.disconnected
-            or cycle.response_complete
-            or not cycle.response_started
-            or not cycle.chunked_encoding
-        )
-
-    @property
-    def is_gone(self) -> bool:
-        return self._cycle.disconnected
-
-    def write(self, body: bytes) -> None:
-        self.num_bytes += len(body)
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-
-    def offer(self, body: bytes) -> bool:
-        cycle = self._cycle
-        # as in ``is_ready``, whose call would cost more: this is done for every chunk
-        if (
-            cycle.flow.write_paused
-            or cycle.disconnected
-            or cycle.response_complete
-            or not cycle.response_started
-            or not cycle.chunked_encoding
-        ):
-            return False
-        size = len(body)
-        self.num_bytes += size
-        cycle.transport.write(b"%x\r\n%b\r\n" % (size, body))
-        return True
-
-    def finish(self, body: bytes) -> bool:
-        assert body, "a chunk of nothing is an end by itself"
-        if not self.is_ready:
-            return False
-        self.num_bytes += len(body)
-        self._cycle.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
-        self._complete()
-        return True
-
-    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        if not self._can_start:
-            return False
-        cycle = self._cycle
-        head = self._head(status, headers)
-        cycle.response_started = cycle.chunked_encoding = True
-        cycle.waiting_for_100_continue = False
-        self.num_bytes += len(body)
-        cycle.transport.write(
-            b"%btransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (head, len(body), body)
-        )
-        return True
-
-    def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        if not self._can_start:
-            return False
-        cycle = self._cycle
-        head = self._head(status, headers)
-        cycle.response_started, cycle.chunked_encoding = True, False
-        cycle.waiting_for_100_continue = False
-        self.num_bytes += len(body)
-        cycle.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
-        self._complete()
-        return True
-
-    def _complete(self) -> None:
-        """Mark the answer as completely written."""
-        cycle = self._cycle
-        cycle.response_complete = True
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            cycle.transport.close()
-        cycle.on_response()
-
-    @property
-    def _can_start(self) -> bool:
-        cycle = self._cycle
-        return not (
-            cycle.flow.write_paused
-            or cycle.disconnected
-            or cycle.response_started
-            or cycle.scope["method"] == "HEAD"
-        )
-
-    def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Return the head without the header that frames the body."""
-        cycle = self._cycle
-        head = STATUS_LINE[status]
-        closes = False
-        for name, value in headers:
-            if b"\n" in value or b"\r" in value or b"\0" in value:
-                raise ValueError(f"a header's value is one line, got {value[:60]!r}")
-            closes = closes or (name == b"connection" and value == b"close")
-            head += b"%b: %b\r\n" % (name, value)
-        if closes:
-            cycle.keep_alive = False
-        elif not cycle.keep_alive:
-            head += b"connection: close\r\n"
-        return head
 
 
 class _NoLength(int):

@@ -128,8 +128,9 @@ class Family(Generic[_S]):
 
     def at(self, *values: str) -> _S:
         """Return the series with these label values, made on first use."""
-        series = self._series.get(values)
-        if series is None:
+        try:
+            return self._series[values]
+        except KeyError:
             series = self._series[values] = self._make()
             own = dict(zip(self._names, values, strict=True)) | self._constant
             lines = []

@@ -23,66 +23,14 @@ takes more. The order of both paths is kept, because:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-__all__ = ["BODY_WRITER", "AnswerWriter", "BodyWriter", "Shortcut"]
+from paceline.http.body_writer import BodyWriter
+
+__all__ = ["Shortcut"]
 
 _Output = TypeVar("_Output")
-
-# a scope's extension that holds its BodyWriter
-BODY_WRITER: Final = "paceline.body_writer"
-
-
-class BodyWriter(Protocol):
-    """Writes parts of one answer's body without ``send``, and counts them."""
-
-    # bytes of the body written so
-    num_bytes: int
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a part can be written now: the answer has begun and is not over, the caller is
-        connected, and earlier parts do not wait for a slow reader."""
-        ...
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the caller has hung up, as far as its connection was read."""
-        ...
-
-    def write(self, body: bytes) -> None:
-        """Write one part, not empty, while ``is_ready``."""
-        ...
-
-
-class AnswerWriter(BodyWriter, Protocol):
-    """A BodyWriter that can begin an answer, too."""
-
-    def offer(self, body: bytes) -> bool:
-        """``write`` if it ``is_ready``; return whether it was."""
-        ...
-
-    def finish(self, body: bytes) -> bool:
-        """Write the last part of a chunked answer, not empty, and its end, if it ``is_ready``;
-        return whether it was."""
-        ...
-
-    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write the head of a chunked answer, and its first part; return False, with nothing
-        written, if the connection takes nothing now or the head was sent already.
-
-        Args:
-            headers: names in lower case; none of them frames the body.
-
-        Raises:
-            ValueError: a value has more than one line.
-        """
-        ...
-
-    def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write a complete answer that is not chunked; otherwise as ``start``."""
-        ...
 
 
 class Shortcut(Generic[_Output]):

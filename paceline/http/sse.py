@@ -11,8 +11,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.http.body_writer import BODY_WRITER, BodyWriter
 from paceline.http.errors import ClientDisconnectedError
-from paceline.http.shortcut import BODY_WRITER, BodyWriter, Shortcut
+from paceline.http.shortcut import Shortcut
 
 __all__ = [
     "DONE",

@@ -76,7 +76,8 @@ class Breaker:
         self._in_a_row = 0
         self._successes = 0
         # per slot of the window: its number, successes, failures
-        self._window: list[tuple[int, int, int]] = []
+        self._window: list[list[int]] = []
+        self._slots_per_second = _SLOTS / self._settings.window_seconds
         self._next_open = self._settings.open_seconds
         # times it went from closed to open
         self.num_opened = 0
@@ -165,11 +166,10 @@ class Breaker:
         self._next_open = min(2.0 * self._next_open, self._settings.max_open_seconds)
 
     def _count(self, now: float, successes: int, failures: int) -> None:
-        slot = int(now * _SLOTS / self._settings.window_seconds)
-        while self._window and self._window[0][0] <= slot - _SLOTS:
-            del self._window[0]
-        if self._window and self._window[-1][0] == slot:
-            _, before, failed = self._window[-1]
-            self._window[-1] = (slot, before + successes, failed + failures)
-        else:
-            self._window.append((slot, successes, failures))
+        window, slot = self._window, int(now * self._slots_per_second)
+        if not window or window[-1][0] != slot:
+            while window and window[0][0] <= slot - _SLOTS:
+                del window[0]
+            window.append([slot, 0, 0])
+        window[-1][1] += successes
+        window[-1][2] += failures

@@ -4,9 +4,10 @@ does for every case.
 ::
 
     a read of one chunk          wire/response.py                   past the HTTP parser
+    a read of one answer         wire/response.py                   past the HTTP parser
     a read of one event          wire/sse.py                        past the splitting of events
     a chunk like the one before  gateway/streams/chunk_template.py  past the JSON decoder
-    a part of an answer          http/connections.py, shortcut.py   past ``send`` and the loop
+    a part of an answer          http/body_writer.py, shortcut.py   past ``send`` and the loop
     a line of metrics            http/exposition.py                 past the formatting of labels
 
 Each object asks once, when it is made or starts a stream. In operation they are on; tests turn them

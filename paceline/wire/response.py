@@ -7,6 +7,7 @@ skipped, and trailers belong to no head.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +19,15 @@ from paceline.wire import fast_paths
 __all__ = ["End", "Fault", "Head", "ReadEvent", "ResponseReader"]
 
 MAX_HEAD_BYTES: Final = 64 * 1024
+# a head in the form that nearly all servers send; the parser reads the others
+_HEAD: Final = re.compile(
+    rb"HTTP/1\.1 ([2-5][0-9][0-9])(?: [ -~]*)?\r\n((?:[a-z0-9-]+: [!-~](?:[ -~]*[!-~])?\r\n)+)\r\n"
+).match
+_HEADERS: Final = re.compile(rb"([a-z0-9-]+): ([^\r]+)\r\n").findall
+# headers that change how an answer is read
+_FRAMING: Final = frozenset(
+    {b"transfer-encoding", b"connection", b"proxy-connection", b"upgrade", b"trailer"}
+)
 # largest size line of a chunk, line break included, that is read without the parser
 _MOST_SIZE_BYTES: Final = 9
 
@@ -94,6 +104,8 @@ class ResponseReader:
         # the next byte is the first of a chunk, and ``read_chunk`` may read that
         self._between_chunks = False
         self._may_skip = fast_paths.are_on()
+        # the parser has read complete answers only, and ``_whole`` may read the next one
+        self._between_answers = self._may_skip
         # the answer is complete
         self.is_complete = False
         # bytes came after a complete answer, which no request had asked for
@@ -124,6 +136,11 @@ class ResponseReader:
     def feed(self, data: bytes) -> list[ReadEvent]:
         """Return what ``data`` holds, with the body in one piece. No error is raised; after a
         ``Fault`` there is nothing more to read."""
+        if self._between_answers:
+            whole = self._whole(data)
+            if whole is not None:
+                return whole
+            self._between_answers = False
         events: list[ReadEvent] = []
         self._events = events
         self._waiting_bytes += len(data)
@@ -149,11 +166,34 @@ class ResponseReader:
             self._end_part()
         if events:
             self._waiting_bytes = 0
+            self._between_answers = self._may_skip and self.is_complete and self.keeps_alive
         elif self._is_long and not self.is_complete:
             what = "head" if self._in_head else "trailer or chunk extension"
             events.append(Fault(f"the answer's {what} has over {self._max_head_bytes} bytes"))
         self._between_chunks = self._may_skip and self._chunk_ended and data.endswith(b"\r\n")
         return events
+
+    def _whole(self, data: bytes) -> list[ReadEvent] | None:
+        """Fast path for a read: return its events if it is one whole answer in the common form;
+        None: the parser must read it."""
+        found = None if self.is_complete else _HEAD(data)
+        if found is None:
+            return None
+        headers, status, body = _HEADERS(found[2]), int(found[1]), data[found.end() :]
+        named = dict(headers)
+        length = named.get(b"content-length", b"")
+        if (
+            # neither empty nor of a status without a body, and the parser counts longer numbers
+            not body
+            or status in (204, 304)
+            or length != b"%d" % len(body)
+            or len(named) < len(headers)
+            or not _FRAMING.isdisjoint(named)
+            or found.end() > self._max_head_bytes
+        ):
+            return None
+        self.is_complete = self.keeps_alive = True
+        return [Head(status, headers), body, _END]
 
     def _end_part(self) -> None:
         parts, self._parts = self._parts, []

@@ -16,6 +16,9 @@ __all__ = ["MAX_EVENT_BYTES", "PINGS", "SseEvents", "name_of", "names_error", "p
 MAX_EVENT_BYTES: Final = 1 << 20
 # names of events that keep a connection alive, with any data
 PINGS: Final = frozenset({b"ping", b"keepalive", b"keep-alive", b"heartbeat"})
+# as numbers, as a search for bytes in bytes takes several times as long
+_LF: Final = ord("\n")
+_CR: Final = ord("\r")
 # more bytes than any ping has
 _LONG_BYTES: Final = 256
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
@@ -46,7 +49,7 @@ class SseEvents:
         """Return the events that end in ``data``: their lines, joined by line feeds."""
         if not self._begun:
             data = self._begin(data)
-        if self._after_cr or b"\r" in data:
+        if self._after_cr or _CR in data:
             data = self._with_line_feeds(data)
         rest = self._rest
         if not rest:
@@ -114,7 +117,7 @@ class SseEvents:
 
 def payload_of(event: bytes) -> bytes | None:
     """Return an event's data, stripped; None without data, such as a comment or a keep-alive."""
-    if event.startswith(b"data: ") and b"\n" not in event:
+    if event.startswith(b"data: ") and _LF not in event:
         return event[6:].strip() or None
     found = [
         line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")

@@ -134,6 +134,47 @@ def test_an_answer_is_read_the_same_both_ways(chunks: list[bytes], data: st.Data
         assert read(wire, cuts) == fast
 
 
+LINES = (
+    rb"content-type: application/json|Content-Type: text/plain|x-empty:|x:y|x-space: a b |x_y: z|"
+    b"x-\xe9: \xe9|connection: close|proxy-connection: close|transfer-encoding: chunked|"
+    b"content-length: 3|content-length: 03|upgrade: h2c| folded"
+).split(b"|")
+STATUS_LINES = (b"1.1 200 OK", b"1.1 404 Not Found", b"1.0 200 OK", b"1.1 200", b"1.1 204 x")
+ANSWERS = st.tuples(
+    st.sampled_from(STATUS_LINES),
+    st.lists(st.sampled_from(LINES), max_size=3),
+    st.sampled_from((b"abc", b"ab", b"")),
+)
+
+
+def read_answers(wires: Sequence[bytes]) -> list[Any]:
+    """What a connection makes of answers that come in one read each, until it is of no more use."""
+    reader = ResponseReader(90)
+    found: list[Any] = []
+    for wire in wires:
+        reader.expect()
+        found += [*reader.feed(wire), reader.is_complete, reader.is_unsolicited]
+        if not reader.is_complete or reader.is_unsolicited:
+            break
+        found.append(reader.keeps_alive)
+    return found
+
+
+@given(st.lists(ANSWERS, max_size=3), st.booleans())
+def test_whole_answers_are_read_the_same_both_ways(
+    answers: list[tuple[bytes, list[bytes], bytes]], with_length: bool
+) -> None:
+    wires = [
+        b"\r\n".join(
+            [b"HTTP/" + line, *lines, *[b"content-length: %d" % len(body)] * with_length, b"", body]
+        )
+        for line, lines, body in answers
+    ]
+    fast = read_answers(wires)
+    with fast_paths.turned_off():
+        assert read_answers(wires) == fast
+
+
 @given(st.lists(st.sampled_from((b"data: a\n\n", b"\n", b": c\n\n", b"a\r\n", b"\r", b"x"))))
 def test_events_are_read_the_same_both_ways(parts: list[bytes]) -> None:
     fast = SseEvents(12)

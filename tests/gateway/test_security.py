@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.proxy.context import Caller
+from paceline.gateway.proxy.context import salt_of
 from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
@@ -179,7 +179,7 @@ async def test_other_peoples_keys_share_no_cache(monkeypatch: pytest.MonkeyPatch
             await client.post(CHAT, json=chat(cache_salt="mine"), headers=headers)
         salts = [body["cache_salt"] for body in engine.bodies]
         assert salts[0] == salts[2] != salts[1] and "mine" not in salts
-    assert Caller.salt_of("a secret", "") == "" and len(Caller.salt_of("s", "t")) == 32
+    assert salt_of("a secret", "") == "" and len(salt_of("s", "t")) == 32
 
 
 async def test_what_an_engine_says_is_bounded() -> None:

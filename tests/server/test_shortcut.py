@@ -20,8 +20,7 @@ from paceline.engine.local import LocalEngineClient
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
-from paceline.http.connections import _BodyWriter
-from paceline.http.shortcut import BODY_WRITER
+from paceline.http.body_writer import BODY_WRITER, BodyWriter
 from paceline.server import ServerConfig, create_app, serve
 from paceline.server.apis.openai.chat import ChatStream
 from paceline.server.apis.openai.completions import CompletionStream
@@ -215,13 +214,13 @@ async def test_an_error_on_the_short_way_ends_its_stream(
 async def test_an_exchange_is_freed_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its last reference, not by the garbage collector."""
     exchanges: list[weakref.ref[Any]] = []
-    original = _BodyWriter.__init__
+    original = BodyWriter.__init__
 
-    def spy(writer: _BodyWriter, cycle: Any) -> None:
+    def spy(writer: BodyWriter, cycle: Any) -> None:
         exchanges.append(weakref.ref(cycle))
         original(writer, cycle)
 
-    monkeypatch.setattr(_BodyWriter, "__init__", spy)
+    monkeypatch.setattr(BodyWriter, "__init__", spy)
     ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.001))
     serving = asyncio.ensure_future(
@@ -296,7 +295,7 @@ def test_an_end_waits_for_a_slow_reader() -> None:
         on_response=lambda: written.append(b"(the next one)"),
         transport=SimpleNamespace(write=written.append),
     )
-    writer = _BodyWriter(cycle)
+    writer = BodyWriter(cycle)
     assert not writer.finish(b"end") and not writer.offer(b"more")
     assert (written, writer.num_bytes, cycle.response_complete) == ([], 0, False)
     flow.write_paused = False
@@ -310,13 +309,13 @@ def test_an_end_waits_for_a_slow_reader() -> None:
 
 async def test_a_real_connection_has_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
-    original = _BodyWriter.write
+    original = BodyWriter.write
 
-    def spy(writer: _BodyWriter, body: bytes) -> None:
+    def spy(writer: BodyWriter, body: bytes) -> None:
         written.append(body)
         original(writer, body)
 
-    monkeypatch.setattr(_BodyWriter, "write", spy)
+    monkeypatch.setattr(BodyWriter, "write", spy)
     ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.001))
     serving = asyncio.ensure_future(

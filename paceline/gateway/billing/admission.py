@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paceline.gateway.billing.budgets import NOTHING
 from paceline.gateway.billing.reserving import Plan
 from paceline.gateway.billing.spending import Charge, Spending
 from paceline.gateway.requests.body import Body
@@ -55,6 +56,8 @@ class Admission:
         Raises:
             HttpError: 402 or 429, its key has spent its budget, or has reached a limit.
         """
+        if self._spending.is_free and incoming.ticket is None:
+            return Admitted(Charge(NOTHING, route), None, body)
         charge = await self._spending.reserve(incoming.tenant, route, plan, other)
         hold: Hold | None = None
         try:

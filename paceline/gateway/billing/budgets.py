@@ -26,7 +26,7 @@ from paceline.gateway.settings.prices import Budget, Used, show_amount
 from paceline.http.errors import HttpError
 from paceline.http.rate_limits.rates import Want, go_duration
 
-__all__ = ["BudgetStore", "Budgets", "Cost", "LocalStore", "Reservation"]
+__all__ = ["NOTHING", "BudgetStore", "Budgets", "Cost", "LocalStore", "Reservation"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -45,6 +45,10 @@ class Reservation(msgspec.Struct, frozen=True):
     amount: int
     # first day of the window that it counts in; None: the key has no budget
     begins: str | None
+
+
+# of a request that no budget applies to
+NOTHING: Final = Reservation("", 0, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,8 @@ class Spending:
     def __init__(self, config: GatewayConfig, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
         self.prices = prices_of(config)
-        self._is_free = not self.prices
+        # nothing has a price, so nothing is reserved
+        self.is_free = not self.prices
         path = Path(config.spend_storage) if config.spend_storage and self.prices else None
         self.ledger = Ledger(path)
         budgets = budgets_of(config)
@@ -103,8 +103,6 @@ class Spending:
         Raises:
             HttpError: 402 or 429, its key has spent its budget.
         """
-        if self._is_free:
-            return Charge(Reservation(name, 0, None), route)
         try:
             return await self._reserve(name, route, plan)
         except HttpError as refused:
@@ -128,15 +126,14 @@ class Spending:
         found = await self._budgets.reserve(name, made.amounts(self.prices, endpoints))
         granted = None
         if found.amount:
-            granted = made.granted(partial(self._affords, endpoints, found.amount))
+            granted = made.granted(
+                lambda prompt: self.prices.affords(endpoints, prompt, found.amount)
+            )
         return Charge(found, route, made, granted)
-
-    def _affords(self, endpoints: Sequence[tuple[str, str]], amount: int, prompt: int) -> int:
-        return self.prices.affords(endpoints, prompt, amount)
 
     def settle(self, charge: Charge, usage: Sequence[tuple[Endpoint, Used]]) -> None:
         """Settle a request that has ended; ``usage``: by endpoint, empty without an answer."""
-        if self._is_free:
+        if self.is_free:
             return
         costs = []
         for number, (endpoint, used) in enumerate(usage):

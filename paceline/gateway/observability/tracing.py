@@ -17,7 +17,7 @@ headers go to engines unchanged, and OpenTelemetry is not imported.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from paceline.gateway.routing.routes import Endpoint
@@ -57,57 +57,59 @@ _NOTED: Final = {
 }
 
 
-class AttemptTrace(Protocol):
-    """Trace of a request at one engine."""
+class AttemptTrace:
+    """Trace of a request at one engine. This one records nothing."""
 
-    def headers(self, headers: Headers) -> Headers:
-        """Return the headers for the engine, with this attempt as the parent."""
-        ...
+    def headers(self) -> Headers:
+        """Return the headers for the engine that make this attempt the parent."""
+        return []
 
-    def first_token(self, now: float) -> None: ...
+    def first_token(self, now: float) -> None:
+        return
 
     def end(self, result: str, status: int, num_tokens: int, now: float) -> None:
         """End the span; ``result``: done, refused, lost, or abandoned (not the engine's fault)."""
-        ...
 
 
-class Trace(Protocol):
-    """Trace of one request. Times are arguments, in seconds of ``time.monotonic()``."""
+class Trace:
+    """Trace of one request. Times are arguments, in seconds of ``time.monotonic()``. This one
+    records nothing."""
 
     def attempt(
         self, endpoint: Endpoint, tokens_before: int, hedge: bool, now: float
     ) -> AttemptTrace:
         """Begin an attempt: the first, one resumed behind ``tokens_before`` tokens, or a ``hedge``
         while the first engine is silent."""
-        ...
+        return NO_ATTEMPT
 
     def waited(self, since: float, now: float) -> None:
         """Record a wait for an engine, until now."""
-        ...
 
     def ended(self, result: str, status: int, note: Mapping[str, Any]) -> None:
         """Record the result, as metrics count it; the engine's last status (0: none); and the note
         on the answer."""
-        ...
 
     def close(self, used: Used, now: float) -> None:
         """End the trace."""
-        ...
 
 
-class Traces(Protocol):
-    """Traces of one gateway."""
+class Traces:
+    """Traces of one gateway. These record nothing."""
 
     def begin(self, path: str, model: str, request_id: str, headers: Headers, now: float) -> Trace:
         """Begin a request's trace; ``model``: its name in the configuration, or at an engine."""
-        ...
+        return NO_TRACE
 
     def close(self) -> None:
         """Send what is unsent, within a few seconds; from any thread."""
-        ...
 
 
-class Tracing:
+NO_ATTEMPT: Final = AttemptTrace()
+NO_TRACE: Final = Trace()
+NO_TRACING: Final = Traces()
+
+
+class Tracing(Traces):
     """Traces that are exported.
 
     Args:
@@ -126,7 +128,7 @@ class Tracing:
         self.spans.close()
 
 
-class _Request:
+class _Request(Trace):
     def __init__(
         self,
         spans: SpanSource,
@@ -217,18 +219,17 @@ class _Request:
         self._span.end(self.at(now))
 
 
-class _Attempt:
+class _Attempt(AttemptTrace):
     def __init__(self, request: _Request, span: Span, now: float) -> None:
         self._request, self._span, self._sent = request, span, now
 
-    def headers(self, headers: Headers) -> Headers:
+    def headers(self) -> Headers:
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier, set_span_in_context(self._span))
-        given = [each for each in headers if each[0] not in (b"traceparent", b"tracestate")]
-        return [*given, *((name.encode(), value.encode()) for name, value in carrier.items())]
+        return [(name.encode(), value.encode()) for name, value in carrier.items()]
 
     def first_token(self, now: float) -> None:
         self._request.first_token(now)
@@ -250,43 +251,3 @@ def _fail(span: Span, why: str) -> None:
 
     span.set_attribute("error.type", why)
     span.set_status(Status(StatusCode.ERROR))
-
-
-class _NoTracing:
-    def begin(self, path: str, model: str, request_id: str, headers: Headers, now: float) -> Trace:
-        return NO_TRACE
-
-    def close(self) -> None:
-        return
-
-
-class _NoTrace:
-    def attempt(
-        self, endpoint: Endpoint, tokens_before: int, hedge: bool, now: float
-    ) -> AttemptTrace:
-        return NO_ATTEMPT
-
-    def waited(self, since: float, now: float) -> None:
-        return
-
-    def ended(self, result: str, status: int, note: Mapping[str, Any]) -> None:
-        return
-
-    def close(self, used: Used, now: float) -> None:
-        return
-
-
-class _NoAttempt:
-    def headers(self, headers: Headers) -> Headers:
-        return headers
-
-    def first_token(self, now: float) -> None:
-        return
-
-    def end(self, result: str, status: int, num_tokens: int, now: float) -> None:
-        return
-
-
-NO_ATTEMPT: Final[AttemptTrace] = _NoAttempt()
-NO_TRACE: Final[Trace] = _NoTrace()
-NO_TRACING: Final[Traces] = _NoTracing()

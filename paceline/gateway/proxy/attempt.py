@@ -93,7 +93,7 @@ class Attempt:
         self.endpoint = endpoint
         self.status = 0
         self.headers: Headers = []
-        self.body = bytearray()
+        self.body: bytes | bytearray = b""
         self.verdict: Verdict | None = None
         self.connection: Connection | None = None
         # ended through no fault of the engine
@@ -147,12 +147,15 @@ class Attempt:
         upstream.breaker.begin(now)
         self._standing.begin(self._path, now)
         hedge = self._hedge_relay is not None
-        self._trace = context.caller.trace.attempt(self.endpoint, self._tokens_before, hedge, now)
+        self._trace = context.trace.attempt(self.endpoint, self._tokens_before, hedge, now)
         self._ask(request)
 
     def _ask(self, request: bytes) -> None:
-        traced = self._trace is not NO_ATTEMPT
-        self._request = _with_headers(request, self._trace.headers([])) if traced else request
+        if self._trace is not NO_ATTEMPT:
+            # before the request's own headers
+            line, end, rest = request.partition(b"\r\n")
+            request = line + end + lines_of(self._trace.headers()) + rest
+        self._request = request
         connection = self._upstream.pool.free()
         if connection is None:
             self._connecting = asyncio.ensure_future(self._send_on_new())
@@ -213,6 +216,12 @@ class Attempt:
 
     def _keep_whole(self, data: bytes) -> None:
         self._has_moved = True
+        if not self.body:
+            # most answers come in one read
+            self.body = data
+            return
+        if type(self.body) is bytes:
+            self.body = bytearray(self.body)
         self.body += data
         if len(self.body) > _MAX_ANSWER_BYTES:
             self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
@@ -295,7 +304,7 @@ class Attempt:
             self.give_up(why)
             return
         self.connection.drop()
-        self.status, self.body = refusal[0], bytearray(refusal[1])
+        self.status, self.body = refusal
         self.streams = False
         relay.begin_attempt()
         self._refuse()
@@ -319,7 +328,7 @@ class Attempt:
             self._end(Verdict("refused", f"status {self.status}"))
             return
         request, self._left_out = again
-        self.status, self.headers, self.body = 0, [], bytearray()
+        self.status, self.headers, self.body = 0, [], b""
         self._kept.clear()
         self.on_data = self._keep_whole
         self.connection, self._num_reads = None, 0
@@ -341,7 +350,7 @@ class Attempt:
 
     def _finish_whole(self) -> None:
         try:
-            self.body = bytearray(self._upstream.dialect.answer(self._path, bytes(self.body)))
+            self.body = self._upstream.dialect.answer(self._path, bytes(self.body))
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             self.give_up(f"the answer is not of its API: {str(error)[:100]}")
         else:
@@ -454,6 +463,10 @@ class Attempt:
     def _count(self, verdict: Verdict | None, now: float) -> None:
         """Inform the breakers of engine and model; note a cooldown that was asked for."""
         upstream, standing = self._upstream, self._standing
+        if verdict is not None and verdict.kind == "done":
+            upstream.breaker.succeed(now)
+            standing.end(self._path, "ok", now)
+            return
         if verdict is not None and self._is_of_engine and self.connection is None:
             upstream.breaker.fail(now)
         elif self.status and not self._is_of_engine:
@@ -468,11 +481,11 @@ class Attempt:
         standing.end(self._path, outcome, now)
 
     def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
-        """Return what the attempt's end says about the model."""
+        """Return what the end of an attempt that is not done says about the model."""
         if verdict is None or (verdict.kind == "lost" and self._is_of_engine):
             return "unknown"
         if verdict.kind != "refused":
-            return "ok" if verdict.kind == "done" else "failed"
+            return "failed"
         return outcome_of_refusal(
             self.status, self.headers, names_stored=self._context.names_stored,
             cooling_down=self._standing.cooldown_left(now) > 0.0,
@@ -481,9 +494,3 @@ class Attempt:
 
 def _drop(data: bytes) -> None:
     """Ignore data of an attempt that is over."""
-
-
-def _with_headers(request: bytes, headers: Headers) -> bytes:
-    """Insert headers before a request's own."""
-    first = request.index(b"\r\n") + 2
-    return request[:first] + lines_of(headers) + request[first:]

@@ -5,7 +5,6 @@ It is made once and never changed. What changes while the request runs is ``Prox
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from typing import Final
 import msgspec
 
 from paceline.gateway.observability.metrics import GatewayMetrics
-from paceline.gateway.observability.tracing import NO_TRACE, Trace
+from paceline.gateway.observability.tracing import Trace
+from paceline.gateway.proxy.wake import Wake
 from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.requests.prompt_size import PromptSize
@@ -24,10 +24,9 @@ from paceline.gateway.routing.picker import Picker
 from paceline.gateway.routing.routes import Route
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.upstreams.upstream import Upstream
-from paceline.http.upstream import Headers
 from paceline.routing import Demand, HedgeBudget, RetryBudget
 
-__all__ = ["Allowed", "Caller", "RequestContext", "Watch"]
+__all__ = ["Allowed", "RequestContext", "Watch", "salt_of"]
 
 # called once per answer: the engine, the first bytes of a stream or a whole body, and which of both
 Watch = Callable[[Upstream, bytes, bool], None]
@@ -54,26 +53,11 @@ class Allowed:
 _ALL: Final = Allowed()
 
 
-class Caller(msgspec.Struct, frozen=True):
-    """The caller, and what comes with its request."""
-
-    request_id: str
-    # the key's name; "" without keys
-    tenant: str
-    allowed: Allowed
-    headers: Headers
-    # cache salt of its prompts, where tenants share a cache; "": none
-    salt: str = ""
-    # its client library is retrying, so this is not new work
-    tries_again: bool = False
-    trace: Trace = NO_TRACE
-
-    @classmethod
-    def salt_of(cls, secret: str, tenant: str) -> str:
-        """Derive a tenant's salt: the same on every gateway with ``secret``, irreversible."""
-        if not secret or not tenant:
-            return ""
-        return hmac.digest(secret.encode(), tenant.encode(), hashlib.sha256).hex()[:32]
+def salt_of(secret: str, tenant: str) -> str:
+    """Derive a tenant's salt: the same on every gateway with ``secret``, irreversible."""
+    if not secret or not tenant:
+        return ""
+    return hmac.digest(secret.encode(), tenant.encode(), hashlib.sha256).hex()[:32]
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +73,12 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     # clock, monotonic seconds
     now: Callable[[], float]
     incoming: IncomingRequest
-    caller: Caller
+    allowed: Allowed
+    # cache salt of the caller's prompts, where tenants share a cache; "": none
+    salt: str
+    # the caller's client library is retrying, so this is not new work
+    tries_again: bool
+    trace: Trace
     path: str
     body: Body
     # of the prompt
@@ -102,7 +91,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     # time of arrival, on the clock
     arrived: float
     # set when the request's task has something to do
-    wake: asyncio.Event
+    wake: Wake
     # sees the beginning of the answer before the caller does; None: nothing does
     watch: Watch | None = None
 

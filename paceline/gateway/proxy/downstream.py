@@ -5,11 +5,11 @@ This module does not know where an answer comes from: ``Response``, which extend
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
+from paceline.gateway.proxy.wake import Wake
 from paceline.gateway.requests.incoming import IncomingRequest
-from paceline.http.shortcut import BODY_WRITER, AnswerWriter
+from paceline.http.body_writer import BodyWriter
 from paceline.http.sse import KEEP_ALIVE, STREAM_HEADERS
 from paceline.http.upstream import Headers
 
@@ -38,10 +38,8 @@ class Downstream:
         wake: set when there is something to flush, or the caller is gone.
     """
 
-    def __init__(
-        self, incoming: IncomingRequest, *, stream: bool, wake: asyncio.Event, now: float
-    ) -> None:
-        self._writer: AnswerWriter | None = incoming.scope.get("extensions", {}).get(BODY_WRITER)
+    def __init__(self, incoming: IncomingRequest, *, stream: bool, wake: Wake, now: float) -> None:
+        self._writer = incoming.writer
         self._incoming, self._stream, self._wake = incoming, stream, wake
         self._backlog = bytearray()
         # an earlier part is being sent to a slow caller
@@ -105,14 +103,14 @@ class Downstream:
         else:
             self.write(data)
 
-    def _finish_with(self, data: bytes, writer: AnswerWriter) -> bool:
+    def _finish_with(self, data: bytes, writer: BodyWriter) -> bool:
         # wake the task before a pipelined request starts on the connection: the task then runs
         # first, and gives back the request's reservations, unless it must wait for something else,
         # such as the store of rate limits
         self._wake.set()
         return writer.finish(data)
 
-    def _start_with(self, data: bytes, writer: AnswerWriter) -> bool:
+    def _start_with(self, data: bytes, writer: BodyWriter) -> bool:
         """Send head and first part in one write; False: not possible now."""
         found = self.stream_head() if self._stream else None
         if found is None:

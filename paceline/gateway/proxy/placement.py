@@ -117,10 +117,10 @@ class Placement:
     async def _queue(self) -> tuple[Pick, Dispatch]:
         context = self.context
         # callers may reuse their ids
-        own_id = f"{context.caller.request_id} {id(self)}"
+        own_id = f"{context.incoming.request_id} {id(self)}"
         tokens, body = round(context.demand.output_tokens), context.body
         queued = Queued(
-            own_id, context.arrived, tokens, body.priority, context.caller.tenant, body.slo
+            own_id, context.arrived, tokens, body.priority, context.incoming.tenant, body.slo
         )
         async with context.flow_control.slot(self.route, context.demand, queued):
             return self._dispatched(None, context.now())
@@ -182,7 +182,7 @@ class Placement:
 
     @property
     def _may_fall_back(self) -> bool:
-        return self.route.fallback and self.context.caller.allowed.fallback
+        return self.route.fallback and self.context.allowed.fallback
 
     def _can_pick(
         self, now: float, tried: Tried, only: Callable[[Endpoint], bool], *, fallback: bool
@@ -210,7 +210,7 @@ class Placement:
         ``peek``: it is not taken yet; ``tried``: endpoints to count as tried."""
         tried = self._tried if tried is None else tried
         return (
-            self.context.caller.allowed.retry
+            self.context.allowed.retry
             and self.num < self.context.config.max_attempts
             and self._can_pick(now, tried, self._is_long_enough, fallback=self._may_fall_back)
             and (free or self._pays(now, peek=peek))
@@ -220,7 +220,7 @@ class Placement:
         """Whether a second engine may be asked while the first has not answered. Pays for it unless
         ``peek``."""
         return (
-            self.context.caller.allowed.hedge
+            self.context.allowed.hedge
             and self.num < self.context.config.max_attempts
             and not self._goes_on
             and self._pays(now, peek=peek)
@@ -231,7 +231,7 @@ class Placement:
         relay, config = self.relay, self.context.config
         if (
             relay is None
-            or not self.context.caller.allowed.resume
+            or not self.context.allowed.resume
             or self.num_resumes >= config.max_resumes
             or self.num >= config.max_attempts
             or (relay.resume_ids() is None and relay.partial_text() is None)
@@ -252,7 +252,7 @@ class Placement:
         if self.may_retry(now, peek=True):
             return True
         longer = self.route.longer
-        if longer is None or not self.context.caller.allowed.fallback:
+        if longer is None or not self.context.allowed.fallback:
             return False
         # the configuration names this route for long prompts, so its context need not be known
         self.route, self._needs_more = longer, None

@@ -108,11 +108,13 @@ class ProxiedRequest:
 
     @property
     def counted(self) -> Used | None:
-        """Usage as the engine counted it; None: it did not, or it truncates prompts."""
+        """Usage as the engine counted it, after ``used``; None: it did not, or it truncates
+        prompts."""
         attempt = self._response.attempt
-        if attempt is None or attempt.endpoint.upstream.facts.truncates or not self.used.prompt:
+        counted = self._usage_split.counted
+        if attempt is None or attempt.endpoint.upstream.facts.truncates:
             return None
-        return self._usage_split.counted
+        return counted if counted is not None and counted.prompt else None
 
     def usage_by_endpoint(self) -> Sequence[tuple[Endpoint, Used]]:
         """Usage by engine of an answer that has ended; see ``UsageSplit.usage_by_endpoint``."""
@@ -200,7 +202,7 @@ class ProxiedRequest:
         looks = response.sees_hang_ups and context.body.num_bytes < _READ_AT_ONCE
         watch = None if looks else asyncio.ensure_future(self._disconnected())
         try:
-            if context.caller.tries_again:
+            if context.tries_again:
                 # the client's retry costs an attempt like the gateway's own, and deposits nothing
                 context.retry_budget.take(context.arrived)
             else:
@@ -235,7 +237,7 @@ class ProxiedRequest:
             placed = placement.place(last, since)
             if placed is None:
                 placed = await response.unless_gone(placement.wait(last), placement.leave)
-                context.caller.trace.waited(since, context.now())
+                context.trace.waited(since, context.now())
             attempt = await self._try_one(*placed)
             verdict, last = attempt.verdict, attempt.endpoint
             assert verdict is not None, "the attempt is over"
@@ -303,7 +305,6 @@ class ProxiedRequest:
                 return
             else:
                 await wake.wait()
-                wake.clear()
 
     def _look_after(self, hedge: Hedge) -> None:
         """Send a hedge that is due, and continue with it if the first engine has failed."""
@@ -320,7 +321,7 @@ class ProxiedRequest:
         context, endpoint = self.context, attempt.endpoint
         _log.warning(
             "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
-            context.caller.request_id, endpoint.upstream.name, self._placement.num,
+            context.incoming.request_id, endpoint.upstream.name, self._placement.num,
             attempt.verdict.why, self.relay.emitted if self.relay else False,
         )  # fmt: skip
         self._response.failed(attempt)

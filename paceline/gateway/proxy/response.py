@@ -17,7 +17,6 @@ from paceline.gateway.proxy.context import RequestContext
 from paceline.gateway.proxy.downstream import Downstream
 from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.upstream_request import RESUMABLE
-from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.streams.openai_stream import DONE, StreamRelay
 from paceline.gateway.upstreams.dialects import map_status, read_words
@@ -103,10 +102,21 @@ class Response(Downstream):
             self.attempt.connection.pause()
 
     def _note_headers(self) -> Headers:
-        context = self._context
-        return _note_headers(
-            self.attempt, context.path, context.body, self._placement.num, self._notes
-        )
+        """Build the headers that tell the caller about attempts, engine and fallback."""
+        attempt, context, notes = self.attempt, self._context, self._notes
+        found = [(b"x-paceline-attempts", b"%d" % self._placement.num)]
+        if attempt is None:
+            return found
+        upstream = attempt.endpoint.upstream
+        found.append((b"x-paceline-engine", upstream.name.encode()))
+        if ignored := upstream.dialect.ignored(context.path, context.body):
+            found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
+        if "hedged" in notes:
+            found.append((b"x-paceline-hedged", b"true"))
+        if "fallback" in notes:
+            name = attempt.endpoint.model.encode("ascii", "backslashreplace")
+            found.append((b"x-paceline-fallback", name))
+        return found
 
     async def flush(self, *, comments: bool = False) -> None:
         """Send what waits for the caller; returns once a slow caller has read enough.
@@ -152,7 +162,6 @@ class Response(Downstream):
                 )
             finally:
                 waking.cancel()
-            context.wake.clear()
             self.tick(context.now(), context.config.sse_keep_alive)
             if self.num_waiting:
                 await self.flush(comments=True)
@@ -166,7 +175,7 @@ class Response(Downstream):
             ("", 0) if attempt is None else (attempt.endpoint.upstream.name, attempt.status)
         )
         context.metrics.ended(engine, result, context.now() - context.arrived)
-        context.caller.trace.ended(result, status, self._notes)
+        context.trace.ended(result, status, self._notes)
 
     async def finish(self, attempt: Attempt) -> None:
         """Complete an answer that has arrived in full."""
@@ -180,9 +189,15 @@ class Response(Downstream):
         self.record_end("ok")
 
     async def _whole(self, attempt: Attempt) -> None:
-        """Send an answer that is not a stream."""
-        context = self._context
-        status, headers, body = _whole_answer(attempt, context.path, context.model, self._notes)
+        """Send an answer that is not a stream, in the API of the path."""
+        path, status, headers, body = self._context.path, 200, attempt.headers, bytes(attempt.body)
+        if attempt.status != 200:
+            status = map_status(path, attempt.status)
+            body = redacted_error(path, attempt.status, body, attempt.endpoint.upstream.key)
+            headers = [header for header in headers if header[0] != b"content-type"]
+            headers.append((b"content-type", b"application/json"))
+        elif self._notes or attempt.endpoint.model != self._context.model:
+            body = _noted(body, self._context.model, self._notes)
         if self.started:
             # comments were sent meanwhile, so the body goes out as an event
             await self.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
@@ -248,52 +263,8 @@ def _headers_of(attempt: Attempt) -> Headers:
     return attempt.headers if attempt.streams else _EVENTS
 
 
-def _note_headers(
-    attempt: Attempt | None, path: str, body: Body, attempts: int, note: Mapping[str, Any]
-) -> Headers:
-    """Build the headers that tell the caller about attempts, engine and fallback.
-
-    Args:
-        attempt: the attempt that answers; None: no engine was asked.
-        note: what was done to the answer.
-    """
-    if attempt is None:
-        return [(b"x-paceline-attempts", b"%d" % attempts)]
-    upstream = attempt.endpoint.upstream
-    found = [
-        (b"x-paceline-attempts", b"%d" % attempts),
-        (b"x-paceline-engine", upstream.name.encode()),
-    ]
-    if ignored := upstream.dialect.ignored(path, body):
-        found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
-    if "hedged" in note:
-        found.append((b"x-paceline-hedged", b"true"))
-    if "fallback" in note:
-        name = attempt.endpoint.model.encode("ascii", "backslashreplace")
-        found.append((b"x-paceline-fallback", name))
-    return found
-
-
-def _whole_answer(
-    attempt: Attempt, path: str, model: str, note: Mapping[str, Any]
-) -> tuple[int, Headers, bytes]:
-    """Return status, headers and body of an answer that is not a stream, in the API of ``path``.
-
-    Args:
-        model: its name as the caller knows it.
-    """
-    body = bytes(attempt.body)
-    if attempt.status == 200:
-        return 200, attempt.headers, _noted(body, attempt, model, note)
-    body = redacted_error(path, attempt.status, body, attempt.endpoint.upstream.key)
-    headers = [header for header in attempt.headers if header[0] != b"content-type"]
-    headers.append((b"content-type", b"application/json"))
-    return map_status(path, attempt.status), headers, body
-
-
-def _noted(body: bytes, attempt: Attempt, model: str, note: Mapping[str, Any]) -> bytes:
-    if attempt.endpoint.model == model and not note:
-        return body
+def _noted(body: bytes, model: str, note: Mapping[str, Any]) -> bytes:
+    """Return a whole answer with the model's name as the caller knows it, and ``note``."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.MsgspecError:

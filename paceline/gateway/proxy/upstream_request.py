@@ -103,16 +103,18 @@ class UpstreamRequest:
 
     def _head(self, endpoint: Endpoint) -> bytes:
         """Return the head without its last header."""
-        caller, upstream = self.context.caller, endpoint.upstream
+        incoming, upstream = self.context.incoming, endpoint.upstream
         target = upstream.dialect.target(self.context.path, endpoint.model)
         accept = b"text/event-stream" if self.context.body.stream else b"application/json"
         # the attempt adds its own trace headers
-        own = () if caller.trace is NO_TRACE else _TRACE_HEADERS
-        found: Headers = [
-            header
-            for header in caller.headers
-            if header[0] in _REQUEST_HEADERS and header[0] not in own
-        ]
+        own = () if self.context.trace is NO_TRACE else _TRACE_HEADERS
+        found: Headers = []
+        if not _REQUEST_HEADERS.isdisjoint(incoming.headers):
+            found = [
+                header
+                for header in incoming.scope["headers"]
+                if header[0] in _REQUEST_HEADERS and header[0] not in own
+            ]
         start = upstream.start_of(target, accept)
         if found:
             # the caller's API version takes precedence over the engine's default
@@ -121,9 +123,9 @@ class UpstreamRequest:
             common = [(b"content-type", b"application/json"), (b"accept", accept)]
             start = upstream.pool.origin.start("POST", target, common)
             start += lines_of(found)
-        start = b"%bx-request-id: %b\r\n" % (start, caller.request_id.encode())
-        if caller.tenant and upstream.kind == "paceline":
-            start = b"%b%b: %b\r\n" % (start, _TENANT_HEADER, caller.tenant.encode())
+        start = b"%bx-request-id: %b\r\n" % (start, incoming.request_id.encode())
+        if incoming.tenant and upstream.kind == "paceline":
+            start = b"%b%b: %b\r\n" % (start, _TENANT_HEADER, incoming.tenant.encode())
         return start
 
     def _changes(self, endpoint: Endpoint, *, resumed: bool) -> dict[str, Any]:
@@ -134,8 +136,8 @@ class UpstreamRequest:
             changes["model"] = endpoint.model
         limits = {} if body.cap is None else self._limits(endpoint, body.cap)
         changes |= limits
-        if self.context.caller.salt and facts.salts:
-            changes["cache_salt"] = self.context.caller.salt
+        if self.context.salt and facts.salts:
+            changes["cache_salt"] = self.context.salt
         if self.context.path in RESUMABLE:
             has_ids = takes_ids(endpoint)
             if body.stream and not body.include_usage:

@@ -8,6 +8,7 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
+from paceline.http.body_writer import BodyWriter
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.fields import check_plain
 from paceline.http.keys import ApiKey, KeyRing, credentials
@@ -37,6 +38,8 @@ class IncomingRequest:
     send_on: Send
     request_id: str
     common: Callable[[], Headers]
+    # fast path to the connection; None: the server has none
+    writer: BodyWriter | None = None
     # None: no key is required
     key: ApiKey | None = None
     # name of the key; "" without keys
@@ -102,9 +105,12 @@ class IncomingRequest:
             check_plain(encoding.decode("latin-1"))
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > most:
-            raise HttpError(
-                413, f"the request body may have {most} bytes, got {int(declared[:20])}"
-            )
+            raise _too_long(most, str(int(declared[:20])))
+        whole = None if self.writer is None else self.writer.take_body()
+        if whole is not None:
+            if len(whole) > most:
+                raise _too_long(most, "more")
+            return whole
         parts: list[bytes] = []
         size = 0
         while True:
@@ -114,7 +120,11 @@ class IncomingRequest:
             part = message.get("body", b"")
             size += len(part)
             if size > most:
-                raise HttpError(413, f"the request body may have {most} bytes, got more")
+                raise _too_long(most, "more")
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_long(most: int, got: str) -> HttpError:
+    return HttpError(413, f"the request body may have {most} bytes, got {got}")

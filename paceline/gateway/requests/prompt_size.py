@@ -9,7 +9,7 @@ about a token, in text that every engine is sure to read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Final
 
 import msgspec
@@ -81,9 +81,9 @@ class PromptSize(msgspec.Struct, frozen=True):
 def prompt_fields(fields: Mapping[str, bytes]) -> list[str]:
     """Return the names of a body's fields with its prompt, in the order in which engines render
     them."""
-    found = _PROMPT_FIELDS & fields.keys()
+    found = [name for name in fields if name in _PROMPT_FIELDS]
     # nearly all bodies have one
-    return list(found) if len(found) < 2 else [name for name in PROMPT_FIELDS if name in found]
+    return found if len(found) < 2 else [name for name in PROMPT_FIELDS if name in found]
 
 
 def measure(fields: Mapping[str, bytes]) -> PromptSize:
@@ -190,12 +190,14 @@ class BytesPerToken:
     def tokens(self, model: str, size: PromptSize) -> float:
         return size.text / self.of(model) + size.ids
 
-    def learn(self, model: str, size: PromptSize, tokens: int) -> None:
-        """Learn from an engine's count. Short prompts are skipped, as the template dominates them,
-        and so are those with media, which each engine counts in its own way."""
+    def learn(self, models: Iterable[str], size: PromptSize, tokens: int) -> None:
+        """Learn from an engine's count, for each of a model's names. Short prompts are skipped, as
+        the template dominates them, and so are those with media, which each engine counts in its
+        own way."""
         if size.media or size.ids or size.text < _SMALL or not tokens:
             return
-        text, before = self._seen.get(model, (_BEFORE * _BYTES_PER_TOKEN, _BEFORE))
-        text, tokens_seen = _KEEP * text + size.text, _KEEP * before + tokens
-        self._seen[model] = text, tokens_seen
-        self._ratios[model] = min(max(text / tokens_seen, _LEAST_BYTES), _MOST_BYTES)
+        for model in {*models} - {""}:
+            text, before = self._seen.get(model, (_BEFORE * _BYTES_PER_TOKEN, _BEFORE))
+            text, tokens_seen = _KEEP * text + size.text, _KEEP * before + tokens
+            self._seen[model] = text, tokens_seen
+            self._ratios[model] = min(max(text / tokens_seen, _LEAST_BYTES), _MOST_BYTES)

@@ -136,6 +136,10 @@ class Routes:
         self._upstreams = upstreams
         self._are_named = bool(config.models)
         by_name = {model.name: model for model in config.models}
+        self._targets = {
+            model.name: [[Target.parse(text) for text in tier] for tier in model.tiers]
+            for model in config.models
+        }
         self._aliases = Aliases(by_name)
         # models whose name has a ``*``, and all others
         self._aliased = {name: by_name.pop(name) for name in self._aliases.names}
@@ -209,9 +213,9 @@ class Routes:
         name = asked or config.name
         local_only = local_only or config.local_only
         tiers = []
-        for number, texts in enumerate(config.tiers):
+        for number, targets in enumerate(self._targets[config.name]):
             tier = []
-            for target in map(Target.parse, texts):
+            for target in targets:
                 upstream = self._upstreams[target.engine]
                 if local_only and upstream.config.cloud:
                     continue

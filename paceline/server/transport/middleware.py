@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.http import body
+from paceline.http.body_writer import BODY_WRITER, BodyWriter
 from paceline.http.errors import HttpError
 from paceline.http.keys import OPEN_PATHS
 from paceline.http.rate_limits.limiter import Ticket, caller_of
-from paceline.http.shortcut import BODY_WRITER, BodyWriter
 from paceline.http.web import refuse_other_origins
 from paceline.server.generation.service import Service
 from paceline.server.generation.template_gaps import REWRITTEN

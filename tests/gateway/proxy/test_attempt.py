@@ -3,7 +3,6 @@ moves."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,8 +11,9 @@ from typing import Any
 import pytest
 
 from paceline.gateway import EngineConfig, GatewayConfig
+from paceline.gateway.observability.tracing import NO_TRACE
 from paceline.gateway.proxy.attempt import Attempt
-from paceline.gateway.proxy.context import Allowed, Caller
+from paceline.gateway.proxy.wake import Wake
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import EngineKind
 from paceline.gateway.upstreams.upstream import Upstream
@@ -59,10 +59,10 @@ class Owner:
         self.context: Any = SimpleNamespace(
             config=self.config,
             now=lambda: self.clock,
-            wake=asyncio.Event(),
+            wake=Wake(),
             path=path,
             demand=self.demand,
-            caller=Caller("id", "", Allowed(), []),
+            trace=NO_TRACE,
             names_stored=False,
         )
         self.relay: Any = make_relay(path, num_choices=1, note={})
@@ -235,12 +235,20 @@ BETWEEN = (
 )
 
 
-@pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
-def test_who_pings_between_two_parts_may_take_as_long_as_for_the_first(
-    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
-) -> None:
+# an attempt between two parts, what shows that its engine lives, and its last words
+Between = tuple[Attempt, Connection, bytes, bytes]
+
+
+@pytest.fixture(params=BETWEEN)
+def between(request: pytest.FixtureRequest) -> Between:
+    path, kind, said, begins, alive = request.param
     _, attempt, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
+    return attempt, connection, alive, said[-1]
+
+
+def test_who_pings_between_two_parts_may_take_as_long_as_for_the_first(between: Between) -> None:
+    attempt, connection, alive, _ = between
     pinged(attempt, connection, alive, range(1, 50))
     # not for ever
     for step in range(50, 53):
@@ -249,12 +257,8 @@ def test_who_pings_between_two_parts_may_take_as_long_as_for_the_first(
     assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 5 s"
 
 
-@pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
-def test_who_gives_no_sign_between_two_parts_has_stalled(
-    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
-) -> None:
-    _, attempt, connection = started(path, kind, said)
-    connection.data_received(chunk(begins))
+def test_who_gives_no_sign_between_two_parts_has_stalled(between: Between) -> None:
+    attempt, connection, alive, _ = between
     pinged(attempt, connection, alive, range(1, 21))
     for step in range(21, 30):
         attempt.tick(T + 0.1 * step)
@@ -264,12 +268,8 @@ def test_who_gives_no_sign_between_two_parts_has_stalled(
     assert attempt.verdict is not None and attempt.verdict.why == why
 
 
-@pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
-def test_between_two_parts_who_is_not_read_has_not_stalled(
-    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
-) -> None:
-    _, attempt, connection = started(path, kind, said)
-    connection.data_received(chunk(begins))
+def test_between_two_parts_who_is_not_read_has_not_stalled(between: Between) -> None:
+    attempt, connection, _, _ = between
     connection.pause()
     for step in range(1, 50):
         attempt.tick(T + 0.1 * step)
@@ -313,14 +313,10 @@ def test_within_a_text_who_only_pings_has_stalled(
     assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 1 s"
 
 
-@pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
-def test_who_speaks_again_may_stop_no_longer_than_before(
-    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
-) -> None:
-    _, attempt, connection = started(path, kind, said)
-    connection.data_received(chunk(begins))
+def test_who_speaks_again_may_stop_no_longer_than_before(between: Between) -> None:
+    attempt, connection, alive, last = between
     pinged(attempt, connection, alive, range(1, 31))
-    connection.data_received(chunk(said[-1]))
+    connection.data_received(chunk(last))
     pinged(attempt, connection, alive, range(31, 41))
     attempt.tick(T + 4.2)
     assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 1 s"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.proxy.downstream import BODY_WRITER, Downstream
+from paceline.gateway.proxy.downstream import Downstream
+from paceline.gateway.proxy.wake import Wake
 from paceline.gateway.requests.body import read_body
 
 pytestmark = pytest.mark.anyio
@@ -44,9 +45,8 @@ def downstream(told: list[bytes], reads: asyncio.Event, *, full: bool = False) -
 
     writer = Writer(told)
     writer.full = full
-    scope: Any = {"extensions": {BODY_WRITER: writer}, "headers": []}
-    incoming: Any = type("AnyCall", (), {"scope": scope, "send": staticmethod(send)})()
-    out = Downstream(incoming, stream=True, wake=asyncio.Event(), now=0.0)
+    incoming: Any = type("AnyCall", (), {"writer": writer, "send": staticmethod(send)})()
+    out = Downstream(incoming, stream=True, wake=Wake(), now=0.0)
     out.started = True
     return out
 
@@ -91,7 +91,7 @@ async def test_the_last_part_that_cannot_go_out_waits_for_its_end(holds: str) ->
         await asyncio.sleep(0)
     out.started = holds != "no head"
     out.write_last(b"two")
-    assert not out.ended and told == [] and out.num_waiting == 3 and wake.is_set()
+    assert not out.ended and told == [] and out.num_waiting == 3 and wake.is_set
     reads.set()
     if flushing is not None:
         await flushing

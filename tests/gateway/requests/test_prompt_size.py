@@ -257,7 +257,7 @@ def test_what_is_learned_has_bounds() -> None:
     assert learned.of("m") == 4.0
     for tokens, bound in ((1, 8.0), (10**9, 1.0)):
         for _ in range(200):
-            learned.learn("m", PromptSize(10_000.0), tokens)
+            learned.learn(("m",), PromptSize(10_000.0), tokens)
         assert learned.of("m") == bound
     assert learned.of("n") == 4.0
 
