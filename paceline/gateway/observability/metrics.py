@@ -7,10 +7,11 @@ from typing import Final
 
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.upstreams.upstream import Upstream
-from paceline.http.exposition import Registry
+from paceline.http.exposition import Family, Histogram, Numbers, Registry
 
 __all__ = ["GatewayMetrics"]
 
+_PREFIX: Final = "paceline:gateway_"
 _SECONDS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
@@ -20,117 +21,83 @@ class GatewayMetrics:
     """Metrics of one gateway. Labels are names from the configuration, never callers' text."""
 
     def __init__(self) -> None:
-        self.registry = registry = Registry({})
-        name = "paceline:gateway_"
-        self._requests = registry.numbers(
-            "counter",
-            f"{name}requests",
+        self.registry = Registry({})
+        self._requests = self._counter(
+            "requests",
             "Requests by the engine that had them last, and how they ended: ok, refused (by the "
             "engine), failed (nowhere an answer), broken (in the middle), gone (the caller).",
-            "engine",
             "result",
         )
-        self._attempts = registry.numbers(
-            "counter", f"{name}attempts", "Requests sent to an engine.", "engine"
+        self._attempts = self._counter("attempts", "Requests sent to an engine.")
+        self._failures = self._counter(
+            "attempt_failures", "Attempts that an engine refused or lost.", "kind"
         )
-        self._failures = registry.numbers(
-            "counter",
-            f"{name}attempt_failures",
-            "Attempts that an engine refused or lost.",
-            "engine",
-            "kind",
-        )
-        self._resumed = registry.numbers(
-            "counter", f"{name}resumed", "Streams that went on at this engine.", "engine"
-        )
-        self._fallbacks = registry.numbers(
-            "counter", f"{name}fallbacks", "Requests sent to a later tier.", "engine"
-        )
-        self._first = registry.histograms(
-            f"{name}time_to_first_token_seconds",
+        self._resumed = self._counter("resumed", "Streams that went on at this engine.")
+        self._fallbacks = self._counter("fallbacks", "Requests sent to a later tier.")
+        self._first = self._times(
+            "time_to_first_token_seconds",
             "From a request's arrival to the first part of its answer.",
-            _SECONDS,
-            "engine",
         )
-        self._seconds = registry.histograms(
-            f"{name}request_seconds", "From a request's arrival to its end.", _SECONDS, "engine"
+        self._seconds = self._times("request_seconds", "From a request's arrival to its end.")
+        self._up = self._gauge("engine_up", "1 while the engine answers polls.")
+        self._state = self._gauge(
+            "breaker_open", "1 while a breaker of the engine is open: its own, or that of a model."
         )
-        self._up = registry.numbers(
-            "gauge", f"{name}engine_up", "1 while the engine answers polls.", "engine"
+        self._opened = self._gauge(
+            "breaker_opened", "Times that breakers of the engine have opened."
         )
-        self._state = registry.numbers(
-            "gauge",
-            f"{name}breaker_open",
-            "1 while a breaker of the engine is open: its own, or that of a model.",
-            "engine",
-        )
-        self._opened = registry.numbers(
-            "gauge",
-            f"{name}breaker_opened",
-            "Times that breakers of the engine have opened.",
-            "engine",
-        )
-        self._unsolicited = registry.numbers(
-            "counter",
-            f"{name}unsolicited_responses",
+        self._unsolicited = self._counter(
+            "unsolicited_responses",
             "Connections closed for bytes on them that no request had asked for: another request "
             "would have taken them for its answer.",
-            "engine",
         )
-        self._running = registry.numbers(
-            "gauge", f"{name}requests_running", "Requests at the engine.", "engine"
+        self._running = self._gauge("requests_running", "Requests at the engine.")
+        self._waiting = self.registry.number(
+            "gauge", f"{_PREFIX}requests_waiting", "Requests that wait for a place at an engine."
         )
-        self._waiting = registry.number(
-            "gauge", f"{name}requests_waiting", "Requests that wait for a place at an engine."
-        )
-        self._kv = registry.numbers(
-            "gauge",
-            f"{name}kv_cache_usage",
+        self._kv = self._gauge(
+            "kv_cache_usage",
             "Share of the engine's KV cache in use, as it last said; NaN: it does not say.",
-            "engine",
         )
-        self._pressed = registry.numbers(
-            "gauge", f"{name}engine_memory_pressure", "1 while the engine lacks memory.", "engine"
-        )
-        self._share = registry.numbers(
-            "gauge",
-            f"{name}engine_share",
+        self._pressed = self._gauge("engine_memory_pressure", "1 while the engine lacks memory.")
+        self._share = self._gauge(
+            "engine_share",
             "Share that the engine gets of the requests that would come to it: below 1 for a while "
             "after it has come back.",
-            "engine",
         )
-        self._slow = registry.numbers(
-            "gauge",
-            f"{name}engine_slow",
+        self._slow = self._gauge(
+            "engine_slow",
             "1 while the engine's first tokens take several times what is usual for it.",
-            "engine",
         )
-        self._firsts = registry.numbers(
-            "counter", f"{name}first_tokens", "First tokens of streams.", "engine"
-        )
-        self._first_seconds = registry.numbers(
-            "counter",
-            f"{name}first_token_seconds",
+        self._firsts = self._counter("first_tokens", "First tokens of streams.")
+        self._first_seconds = self._counter(
+            "first_token_seconds",
             "Seconds from sending requests to their first tokens: predicted when they were sent, "
             "and actual.",
-            "engine",
             "kind",
         )
-        self._hedges = registry.numbers(
-            "counter",
-            f"{name}hedges",
+        self._hedges = self._counter(
+            "hedges",
             "Second engines that were asked for a late first token: won, lost (the first one was "
             "sooner), failed.",
-            "engine",
             "result",
         )
-        self._spend = registry.numbers(
+        self._spend = self.registry.numbers(
             "gauge",
-            f"{name}spend_today",
+            f"{_PREFIX}spend_today",
             "What keys have spent today (UTC), in the configuration's currency; key: as the "
             "configuration names it, empty for all others together.",
             "key",
         )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Numbers:
+        return self.registry.numbers("counter", f"{_PREFIX}{name}", text, "engine", *labels)
+
+    def _gauge(self, name: str, text: str) -> Numbers:
+        return self.registry.numbers("gauge", f"{_PREFIX}{name}", text, "engine")
+
+    def _times(self, name: str, text: str) -> Family[Histogram]:
+        return self.registry.histograms(f"{_PREFIX}{name}", text, _SECONDS, "engine")
 
     def attempt(self, endpoint: Endpoint, *, resumed: bool, fallback: bool) -> None:
         name = endpoint.upstream.name

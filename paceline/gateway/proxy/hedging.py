@@ -13,6 +13,7 @@ budget that pays for retries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,12 +55,7 @@ class Hedge:
     # time at which the first attempt was sent
     _sent_at: float = 0.0
     # the second attempt, while both run
-    _spare: Attempt | None = None
-
-    @property
-    def spare(self) -> Attempt | None:
-        """The second attempt, while both run."""
-        return self._spare
+    spare: Attempt | None = None
 
     def arm(self, pick: Pick, now: float) -> None:
         """Set the time at which the first attempt counts as late."""
@@ -84,11 +80,11 @@ class Hedge:
             new_relay: makes a relay that watches the second engine's output for a token.
         """
         sent = self.is_due(self.context.now()) and self._send(first.endpoint, owner, new_relay)
-        spare, verdict = self._spare, first.verdict
+        spare, verdict = self.spare, first.verdict
         if spare is None:
             return Change(sent)
         if spare.verdict is not None and not spare.is_answer:
-            self._spare = None
+            self.spare = None
             self.context.metrics.hedged(spare.endpoint, "failed")
             return Change(sent, failed=spare)
         if verdict is not None and verdict.kind != "done" and not first.is_final:
@@ -120,15 +116,15 @@ class Hedge:
         context.hedge_budget.take()
         self.placement.note_sent()
         dispatch = endpoint.upstream.load.dispatch(context.demand, pick.view, now)
-        self._spare = Attempt(owner, endpoint, dispatch, hedge_relay=new_relay())
+        self.spare = Attempt(owner, endpoint, dispatch, hedge_relay=new_relay())
         context.metrics.attempt(endpoint, resumed=False, fallback=False)
-        self._spare.send(request)
+        self.spare.send(request)
         return True
 
     def first_spoke(self) -> None:
         """Abandon the hedge: the first engine has answered."""
         self._due_at = None
-        spare, self._spare = self._spare, None
+        spare, self.spare = self.spare, None
         if spare is not None:
             self.context.metrics.hedged(spare.endpoint, "lost")
             spare.abandon()
@@ -139,7 +135,7 @@ class Hedge:
         Args:
             won: it answered first; False: the first engine failed.
         """
-        spare, self._spare = self._spare, None
+        spare, self.spare = self.spare, None
         assert spare is not None, "there are two"
         if won:
             self.context.metrics.hedged(spare.endpoint, "won")
@@ -148,7 +144,7 @@ class Hedge:
     def end(self) -> None:
         """Abandon the hedge, as the attempt is over."""
         self._due_at = None
-        spare, self._spare = self._spare, None
+        spare, self.spare = self.spare, None
         if spare is not None:
             spare.abandon()
 
@@ -168,7 +164,9 @@ class Hedge:
             *(endpoint for endpoint in tier if endpoint is not pick.endpoint),
         ]
         full = [
-            saturation(endpoint.upstream.load, endpoint.upstream.max_slots, now)
+            saturation(
+                endpoint.upstream.load, endpoint.upstream.config.max_concurrent or math.inf, now
+            )
             for endpoint in candidates
             if not endpoint.usable(now, context.path)
         ]

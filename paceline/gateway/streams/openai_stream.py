@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -36,63 +36,83 @@ from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
 __all__ = ["DONE", "OpenAIStreamRelay", "StreamRelay"]
 
 DONE: Final = b"data: [DONE]\n\n"
+_LF: Final = ord("\n")
 # chunks of an attempt that are tried as templates
 _LESSONS: Final = 16
 
 
-class StreamRelay(Protocol):
+@dataclass(slots=True, eq=False, kw_only=True)
+class StreamRelay:
     """Relay of a streamed answer; see ``OpenAIStreamRelay``."""
 
     # the caller has a part of the answer
-    emitted: bool
+    emitted: bool = False
     # the answer is complete
-    done: bool
+    done: bool = False
     # why the current attempt has failed; None: it has not
-    failed: str | None
+    failed: str | None = None
     # the event in which the engine reported its failure; b"": none
-    failure_event: bytes
-    prompt_tokens: int | None
-    cached_tokens: int
+    failure_event: bytes = b""
+    prompt_tokens: int | None = None
+    # cached tokens of the prompt, as the engine counts them
+    cached_tokens: int = 0
     # events that were a part of the answer, even an empty one; not comments and pings
-    num_events: int
-
-    @property
-    def relay_event(self) -> RelayEvent:
-        """Fast path for a read, valid until the next ``feed``: returns the caller's bytes if the
-        data is one event in the middle of the answer that matches the template; None: call
-        ``feed``."""
-        ...
+    num_events: int = 0
+    # the next output begins a new part, such as a block or an item, before which the engine may be
+    # silent: it thinks, or runs a tool of its own. Chat and completions have no parts: an engine
+    # that is silent after its first token has stalled
+    between_parts: bool = False
+    # fast path for a read, valid until the next ``feed``: returns the caller's bytes if the data is
+    # one event in the middle of the answer that matches the template; None: call ``feed``
+    relay_event: RelayEvent = relay_nothing
+    _events: SseEvents = field(default_factory=SseEvents)
 
     @property
     def is_in_long(self) -> bool:
         """Whether the last data belongs to an unfinished event other than a ping."""
-        ...
+        return self._events.is_in_long
 
     @property
-    def between_parts(self) -> bool:
-        """Whether the next output begins a new part, such as a block or an item, before which the
-        engine may be silent: it thinks, or runs a tool of its own."""
-        ...
+    def num_output_tokens(self) -> int:
+        """Output tokens of all choices; without ids, the engine's count, or chunks so far."""
+        raise NotImplementedError
 
     @property
-    def num_output_tokens(self) -> int: ...
+    def num_parts(self) -> int:
+        """Parts of the text so far: roughly its number of tokens."""
+        return 0
 
     def annotate(self, note: Mapping[str, Any]) -> None:
         """Set what the last chunk of each choice tells the caller, where the API has room for
         it."""
-        ...
 
-    def begin_attempt(self, *, by_text: bool = False) -> None: ...
-    def partial_text(self) -> str | None: ...
-    @property
-    def num_parts(self) -> int: ...
-    def feed(self, data: bytes) -> bytes: ...
-    def end_attempt(self) -> bytes: ...
-    def resume_ids(self) -> list[list[int] | None] | None: ...
+    def begin_attempt(self, *, by_text: bool = False) -> None:
+        """Start an attempt: data now comes from another engine. ``by_text``: it resumes behind the
+        text, and counts that as a part of its prompt."""
+        self._events.clear()
+        self.failed, self.failure_event = None, b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in data, and return what the caller gets. Once ``failed`` is set, nothing more."""
+        raise NotImplementedError
+
+    def end_attempt(self) -> bytes:
+        """End the attempt, in order or not: return the rest of a complete answer; of any other
+        answer, set ``failed``."""
+        raise NotImplementedError
+
+    def partial_text(self) -> str | None:
+        """The text so far; None if it is unknown, or the answer holds more than text."""
+        return None
+
+    def resume_ids(self) -> list[list[int] | None] | None:
+        """Return the token ids of each choice, None for one that has ended; None: not all ids are
+        known."""
+        return None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class OpenAIStreamRelay:
+class OpenAIStreamRelay(StreamRelay):
     """Relay of chat and completions.
 
     Args:
@@ -110,15 +130,6 @@ class OpenAIStreamRelay:
     keep_text: bool = False
     # sent in the last chunk of each choice, if not empty
     note: Mapping[str, Any] = field(default_factory=dict)
-    emitted: bool = False
-    done: bool = False
-    failed: str | None = None
-    failure_event: bytes = b""
-    prompt_tokens: int | None = None
-    # cached tokens of the prompt, as the engine counts them
-    cached_tokens: int = 0
-    num_events: int = 0
-    relay_event: RelayEvent = relay_nothing
     _ids: dict[int, list[int]] = field(default_factory=dict)
     # tokens came without ids, so nothing can be resumed exactly
     _lost_ids: bool = False
@@ -144,20 +155,9 @@ class OpenAIStreamRelay:
     _template: ChunkTemplate | None = None
     # chunks that may still be tried as templates: in some streams no two are alike
     _lessons: int = 0
-    _events: SseEvents = field(default_factory=SseEvents)
-
-    @property
-    def is_in_long(self) -> bool:
-        return self._events.is_in_long
-
-    @property
-    def between_parts(self) -> bool:
-        # these APIs have no parts: an engine that is silent after its first token has stalled
-        return False
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all choices; without ids, the engine's count, or chunks so far."""
         known = max(self._completion_tokens, sum(map(len, self._ids.values())))
         if self._counted:
             return known
@@ -167,8 +167,7 @@ class OpenAIStreamRelay:
         self.note = note
 
     def begin_attempt(self, *, by_text: bool = False) -> None:
-        """Start an attempt: data now comes from another engine. ``by_text``: it resumes behind the
-        text, and counts that as a part of its prompt."""
+        StreamRelay.begin_attempt(self)
         self._by_text = by_text
         self._said_before = len(self._text or ())
         self._attempt += 1
@@ -180,11 +179,8 @@ class OpenAIStreamRelay:
         self._lessons = _LESSONS if learns else 0
         self._forget_shape()
         self.relay_event = relay_nothing
-        self._events.clear()
-        self.failed, self.failure_event = None, b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take in data, and return what the caller gets. Once ``failed`` is set, nothing more."""
         out = []
         for event in self._events.feed(data):
             if self.failed is not None or self.done:
@@ -205,8 +201,6 @@ class OpenAIStreamRelay:
         return b"".join(out)
 
     def end_attempt(self) -> bytes:
-        """End the attempt, in order or not: return the rest of a complete answer; of any other
-        answer, set ``failed``."""
         self.relay_event = relay_nothing
         if self.done:
             return b""
@@ -220,19 +214,15 @@ class OpenAIStreamRelay:
         return b""
 
     def partial_text(self) -> str | None:
-        """The text so far; None if it is unknown, or the answer holds more than text."""
         if not self.keep_text or self.num_choices != 1 or not self._text:
             return None
         return "".join(self._text)
 
     @property
     def num_parts(self) -> int:
-        """Parts of the text so far: roughly its number of tokens."""
         return len(self._text or ())
 
     def resume_ids(self) -> list[list[int] | None] | None:
-        """Return the token ids of each choice, None for one that has ended; None: not all ids are
-        known."""
         if self.num_choices is None or self._lost_ids or self.prompt_tokens is None:
             return None
         return [
@@ -254,7 +244,7 @@ class OpenAIStreamRelay:
             self.done = True
             self.num_events += 1
             return (b"" if self._usage_out else self._counts()) + DONE
-        if b"\n" in payload:
+        if _LF in payload:
             # JSON may have line breaks between its tokens, but an event's data may not
             payload = payload.replace(b"\n", b" ")
         try:

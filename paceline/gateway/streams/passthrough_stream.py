@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from paceline.gateway.streams.chunk_template import RelayEvent, relay_nothing
 from paceline.gateway.streams.chunks import says_error
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.streams.pauses import BEGINNINGS, is_between_parts
 from paceline.gateway.streams.usage import Usage
 from paceline.wire.sse import (
     MAX_EVENT_BYTES,
     PINGS,
-    SseEvents,
     name_of,
     names_error,
     payload_of,
@@ -87,8 +86,9 @@ def _what_begins(name: bytes, payload: bytes) -> str:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PassthroughRelay:
-    """Relay of unchanged streams: Anthropic's messages and OpenAI's responses.
+class PassthroughRelay(StreamRelay):
+    """Relay of unchanged streams: Anthropic's messages and OpenAI's responses. These are not
+    resumed, have no room for notes, and no template, as their events have names.
 
     Events are held back until the first one with output: an engine that fails earlier leaves no
     trace, and the request can start over on another one.
@@ -107,40 +107,21 @@ class PassthroughRelay:
     ends: tuple[bytes, ...]
     fails: tuple[bytes, ...]
     stops: tuple[bytes, bytes] | None = None
-    emitted: bool = False
-    done: bool = False
-    failed: str | None = None
-    failure_event: bytes = b""
-    prompt_tokens: int | None = None
-    cached_tokens: int = 0
-    num_parts: int = 0
-    num_events: int = 0
     between_parts: bool = True
-    # no template is learned: the events have names
-    relay_event: RelayEvent = relay_nothing
     _num_deltas: int = 0
     _counted: int | None = None
     _held: bytes = b""
     # the reason of the end is known: later errors do not matter
     _is_said: bool = False
-    _events: SseEvents = field(default_factory=SseEvents)
-
-    @property
-    def is_in_long(self) -> bool:
-        return self._events.is_in_long
 
     @property
     def num_output_tokens(self) -> int:
         return self._num_deltas if self._counted is None else self._counted
 
-    def annotate(self, note: Mapping[str, Any]) -> None:
-        """Ignore the note: these streams are passed on unchanged."""
-
     def begin_attempt(self, *, by_text: bool = False) -> None:
         assert not by_text, "these streams are not resumed"
+        StreamRelay.begin_attempt(self)
         self._held, self._is_said = b"", False
-        self._events.clear()
-        self.failed, self.failure_event = None, b""
         self.between_parts = True
 
     def feed(self, data: bytes) -> bytes:
@@ -162,12 +143,6 @@ class PassthroughRelay:
         if not self.done and self.failed is None:
             self.failed = "the stream ended in the middle of the answer"
         return b""
-
-    def partial_text(self) -> str | None:
-        return None
-
-    def resume_ids(self) -> list[list[int] | None] | None:
-        return None
 
     def _event(self, event: bytes) -> bytes:
         whole = event + b"\n\n"

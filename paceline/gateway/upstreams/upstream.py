@@ -171,11 +171,6 @@ class Upstream:
         return start
 
     @property
-    def max_slots(self) -> float:
-        """Requests that the engine may run at once."""
-        return self.config.max_concurrent or math.inf
-
-    @property
     def free_slots(self) -> float:
         """Requests that it may be sent in addition to the running ones."""
         most = self.config.max_concurrent

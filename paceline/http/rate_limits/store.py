@@ -194,7 +194,7 @@ class RateStore:
                 async with asyncio.timeout(self._timeout):
                     # by counting: a Redis that answers pings may still refuse the scripts that
                     # count
-                    back = await shared.strategy.hit(_probe_item(), "probe")
+                    back = await shared.strategy.hit(_item(Rate(1_000_000, 1)), "probe")
             except Exception:
                 back = False
             if back:
@@ -212,10 +212,6 @@ class RateStore:
             await asyncio.gather(self._probe, return_exceptions=True)
         if self._shared is not None:
             await self._shared.storage.bridge.storage.aclose()
-
-
-def _probe_item() -> RateLimitItem:
-    return _item(Rate(1_000_000, 1))
 
 
 def _item(rate: Rate) -> RateLimitItem:

@@ -6,7 +6,7 @@ the gateway only knows OpenAI's formats.
 
 from paceline.gateway.upstreams.dialects.anthropic import AnthropicDialect
 from paceline.gateway.upstreams.dialects.azure import AzureDialect
-from paceline.gateway.upstreams.dialects.base import Dialect, OpenAIDialect, Translator
+from paceline.gateway.upstreams.dialects.base import Dialect, Translator
 from paceline.gateway.upstreams.dialects.errors import (
     anthropic_type,
     map_error,
@@ -18,7 +18,6 @@ __all__ = [
     "AnthropicDialect",
     "AzureDialect",
     "Dialect",
-    "OpenAIDialect",
     "Translator",
     "anthropic_type",
     "dialect_of",
@@ -27,7 +26,7 @@ __all__ = [
     "read_words",
 ]
 
-_OPENAI = OpenAIDialect()
+_OPENAI = Dialect()
 _ANTHROPIC = AnthropicDialect()
 
 

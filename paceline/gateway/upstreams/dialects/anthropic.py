@@ -19,7 +19,7 @@ from paceline.gateway.upstreams.dialects.anthropic_request import (
     ignored_fields,
     messages_request,
 )
-from paceline.gateway.upstreams.dialects.base import Translator, checked
+from paceline.gateway.upstreams.dialects.base import Dialect, Translator, checked
 from paceline.http.upstream import Headers
 
 __all__ = ["AnthropicDialect"]
@@ -29,7 +29,7 @@ _CHAT: Final = "/v1/chat/completions"
 _VERSION: Final = b"2023-06-01"
 
 
-class AnthropicDialect:
+class AnthropicDialect(Dialect):
     def cannot(self, path: str, body: Body) -> str:
         if path == _MESSAGES:
             return ""

@@ -11,7 +11,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from paceline.gateway.requests.body import Body
-from paceline.gateway.upstreams.dialects.base import OpenAIDialect
+from paceline.gateway.upstreams.dialects.base import Dialect
 from paceline.http.upstream import Headers
 
 __all__ = ["AzureDialect"]
@@ -28,7 +28,7 @@ _FOREIGN: Final = (
 )  # fmt: skip
 
 
-class AzureDialect(OpenAIDialect):
+class AzureDialect(Dialect):
     """Dialect of one version of the API, such as 2024-10-21."""
 
     def __init__(self, api_version: str) -> None:

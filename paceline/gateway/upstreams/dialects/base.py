@@ -1,4 +1,4 @@
-"""Protocol of a dialect, and OpenAI's dialect, which changes nothing."""
+"""OpenAI's dialect, which changes nothing, and which the other dialects extend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from paceline.gateway.requests.body import Body
 from paceline.http.upstream import Headers
 
-__all__ = ["Dialect", "OpenAIDialect", "Translator", "checked"]
+__all__ = ["Dialect", "Translator", "checked"]
 
 # path -> lists of which a complete answer has one: some relays answer every API as a chat
 _LISTS: Final = {
@@ -59,60 +59,36 @@ class Translator(Protocol):
         ...
 
 
-class Dialect(Protocol):
-    """API of one kind of engine. Stateless: one object serves all requests of an engine."""
+class Dialect:
+    """API of one kind of engine. Stateless: one object serves all requests of an engine. This one
+    is of engines that speak the caller's API."""
 
     def cannot(self, path: str, body: Body) -> str:
         """Return why a request cannot be sent there; empty if it can."""
-        ...
+        return ""
 
     def target(self, path: str, model: str) -> str:
         """Return the path that the request is sent to."""
-        ...
-
-    def headers(self, key: str) -> Headers:
-        """Return headers with the engine's key."""
-        ...
-
-    def body(self, path: str, body: Body, changes: Mapping[str, Any]) -> bytes:
-        """Encode a request for the engine; ``changes`` are fields of the caller's API."""
-        ...
-
-    def ignored(self, path: str, body: Body) -> str:
-        """Return the request's fields that the engine does not know, separated by commas."""
-        ...
-
-    def answer(self, path: str, body: bytes) -> bytes:
-        """Translate a complete answer for the caller. Raises ValueError if it is not an answer."""
-        ...
-
-    def translator(self, path: str) -> Translator | None:
-        """Make a translator for a stream; None: it needs none."""
-        ...
-
-
-class OpenAIDialect:
-    """Dialect of engines that speak the caller's API."""
-
-    def cannot(self, path: str, body: Body) -> str:
-        return ""
-
-    def target(self, path: str, model: str) -> str:
         return path
 
     def headers(self, key: str) -> Headers:
+        """Return headers with the engine's key."""
         return [(b"authorization", b"Bearer " + key.encode())] if key else []
 
     def body(self, path: str, body: Body, changes: Mapping[str, Any]) -> bytes:
+        """Encode a request for the engine; ``changes`` are fields of the caller's API."""
         return body.encode(changes)
 
     def ignored(self, path: str, body: Body) -> str:
+        """Return the request's fields that the engine does not know, separated by commas."""
         return ""
 
     def answer(self, path: str, body: bytes) -> bytes:
+        """Translate a complete answer for the caller. Raises ValueError if it is not an answer."""
         return checked(path, body)
 
     def translator(self, path: str) -> Translator | None:
+        """Make a translator for a stream; None: it needs none."""
         return None
 
 
