@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint, open_gguf
-from paceline.checkpoints.gguf.encoder import GGUFEncoder
+from paceline.checkpoints.gguf.encoder import open_gguf_encoder
 from paceline.checkpoints.gguf.shards import read_gguf_parts
 from paceline.checkpoints.heads.pooling import PoolingFiles, pooling_of_folder, pooling_of_gguf
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint, open_folder
-from paceline.checkpoints.hf.encoder import ENCODERS, EncoderCheckpoint, EncoderFiles
+from paceline.checkpoints.hf.encoder import ENCODERS, open_hf_encoder
 from paceline.checkpoints.hf.folder import read_folder
 from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.encoder import EncoderFiles
 from paceline.errors import CheckpointError
 
 __all__ = ["FORMATS", "FileFormat", "OpenedEncoder", "OpenedModel", "open_checkpoint", "open_model"]
@@ -48,7 +49,7 @@ def _open_folder_model(path: Path, runner: str, convert: str) -> OpenedModel | O
     folder = read_folder(path)
     pooling = pooling_of_folder(folder, runner, convert)
     if pooling is not None and pooling.encoder in ENCODERS:
-        return OpenedEncoder(EncoderCheckpoint(folder), pooling)
+        return OpenedEncoder(open_hf_encoder(folder), pooling)
     return OpenedModel(HFCheckpoint(folder), pooling)
 
 
@@ -56,7 +57,7 @@ def _open_gguf_model(path: Path, runner: str, convert: str) -> OpenedModel | Ope
     file, paths = read_gguf_parts(path)
     pooling = pooling_of_gguf(path, file.metadata, runner, convert)
     if pooling is not None and pooling.encoder in ENCODERS:
-        return OpenedEncoder(GGUFEncoder(file, paths), pooling)
+        return OpenedEncoder(open_gguf_encoder(file, paths), pooling)
     checkpoint = GGUFCheckpoint(file, paths)
     checkpoint.forget_vocabulary()
     return OpenedModel(checkpoint, pooling)

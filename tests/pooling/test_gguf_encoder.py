@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from paceline.checkpoints.gguf.encoder import GGUFEncoder
+from paceline.checkpoints.gguf.encoder import open_gguf_encoder
 from paceline.checkpoints.gguf.shards import read_gguf_parts
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
@@ -117,7 +117,7 @@ def test_vectors_are_those_of_the_folder(
 
 def test_quantised_matrices_are_decoded(bert: Path, tmp_path: Path) -> None:
     path = write(bert, tmp_path / "bert.gguf", kind=Q.Q8_0)
-    encoder = GGUFEncoder(*read_gguf_parts(path))
+    encoder = open_gguf_encoder(*read_gguf_parts(path))
     plain = load_file(bert / "model.safetensors")
     name = "encoder.layer.1.attention.output.dense.weight"
     decoded = gguf.quants.dequantize(gguf.quants.quantize(plain[name], Q.Q8_0), Q.Q8_0)

@@ -11,7 +11,7 @@ from paceline.backends.loading.settings import BackendSettings, BatchLimits
 from paceline.backends.machine.cpu import NO_TORCH, has_torch
 from paceline.backends.pooling.load import make_runner
 from paceline.backends.pooling.runner import PoolingRunner
-from paceline.checkpoints.hf.encoder import EncoderFiles
+from paceline.checkpoints.model.encoder import EncoderFiles
 from paceline.checkpoints.open import OpenedEncoder
 from paceline.core.backend import BackendInfo
 from paceline.errors import ConfigError

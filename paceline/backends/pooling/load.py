@@ -11,9 +11,9 @@ from paceline.backends.pooling.head import Dense, PoolingHead
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
 from paceline.checkpoints.heads.pooling import PoolingFiles
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
-from paceline.checkpoints.hf.encoder import EncoderCheckpoint, EncoderFiles
 from paceline.checkpoints.hf.folder import Module
 from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.encoder import EncoderFiles
 from paceline.checkpoints.weights.safetensors import read_entries, values_of
 from paceline.core.backend import BackendInfo
 from paceline.core.pooling import EMBED, PoolingInfo
@@ -45,7 +45,7 @@ def make_runner(
     """
     if files.task == EMBED:
         layers = [_dense(module) for module in files.dense]
-    elif isinstance(checkpoint, EncoderCheckpoint):
+    elif isinstance(checkpoint, EncoderFiles):
         layers = _encoder_layers(checkpoint)
     else:
         layers = [_token_head(files, checkpoint) if files.score_tokens else _head(checkpoint)]

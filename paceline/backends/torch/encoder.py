@@ -19,7 +19,7 @@ from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.machine import choose_dtype
-from paceline.checkpoints.hf.encoder import EncoderConfig, EncoderFiles
+from paceline.checkpoints.model.encoder import EncoderConfig, EncoderFiles
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["Encoder", "load_encoder"]

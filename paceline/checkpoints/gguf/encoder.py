@@ -18,15 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from paceline.checkpoints.gguf.container import GGUFFile, GGUFTensor
+from paceline.checkpoints.gguf.container import GGUFFile
 from paceline.checkpoints.gguf.data import GGUFData
-from paceline.checkpoints.hf.encoder import EncoderConfig, check_encoder
+from paceline.checkpoints.model.encoder import EncoderConfig, EncoderFiles
 from paceline.errors import CheckpointError
 
-__all__ = ["GGUF_ENCODERS", "GGUFEncoder"]
+__all__ = ["GGUF_ENCODERS", "open_gguf_encoder"]
 
 # values of general.architecture
 GGUF_ENCODERS: Final = ("bert",)
@@ -49,8 +46,8 @@ _IN_LAYER: Final = {
 _NAME: Final = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,4})\.)?([a-z_]+)\.(weight|bias)")
 
 
-class GGUFEncoder:
-    """An opened file, an ``encoder.EncoderFiles``.
+def open_gguf_encoder(file: GGUFFile, paths: tuple[Path, ...]) -> EncoderFiles:
+    """Open an encoder's file.
 
     Args:
         file: its header, of all parts where it is split.
@@ -59,30 +56,14 @@ class GGUFEncoder:
     Raises:
         CheckpointError: keys or tensors that are missing or disagree.
     """
-
-    def __init__(self, file: GGUFFile, paths: tuple[Path, ...]) -> None:
-        self.path = file.path
-        self._data = GGUFData(paths)
-        self._tensors = {_our_name(name): tensor for name, tensor in file.tensors.items()}
-        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        try:
-            self.config = _config_of(file.metadata, shapes)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
-        check_encoder(self.path, self.config, shapes)
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def tensor(self, name: str) -> NDArray[np.float32]:
-        """Return float32 values, a fresh array. Raises CheckpointError for an unknown name."""
-        return self._data.values(self._find(name))
-
-    def _find(self, name: str) -> GGUFTensor:
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path} has no tensor {name}") from None
+    data = GGUFData(paths)
+    tensors = {_our_name(name): tensor for name, tensor in file.tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    try:
+        config = _config_of(file.metadata, shapes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
+    return EncoderFiles(file.path, config, shapes, lambda name: data.values(tensors[name]))
 
 
 def _our_name(name: str) -> str:
