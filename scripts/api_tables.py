@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from paceline.server.apis.ollama.protocol import OllamaOptions
 from paceline.server.batches.routes import BatchBody
-from paceline.server.openapi.requests import BODIES
+from paceline.server.openapi.document import BODIES
 from paceline.server.protocol.body import (
     IGNORED,
     REFUSED,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoints.hub.aliases import ALIASES
+from paceline.checkpoints.hub.catalogue import ALIASES
 from paceline.cli.flags.arguments import shown_bytes
 from paceline.cli.flags.draft_model import draft_of, drafts_by_mtp
 from paceline.cli.flags.plugins import load_policy

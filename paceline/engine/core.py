@@ -16,12 +16,7 @@ from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.core.memory.windows import window_blocks_needed
-from paceline.core.outputs import (
-    RequestUpdate,
-    SchedulerOutput,
-    StepResult,
-    TokenLogprobs,
-)
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, TokenLogprobs
 from paceline.core.pacing.request_admission import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler

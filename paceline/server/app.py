@@ -26,9 +26,8 @@ from paceline.http.web import add_web_middleware
 from paceline.server.apis.info import info_router
 from paceline.server.apis.llama_cpp.routes import llama_router
 from paceline.server.apis.ollama.routes import ollama_router
-from paceline.server.apis.openai.routes import generate_router
 from paceline.server.apis.pooling.routes import vector_router
-from paceline.server.apis.routes import other_apis_router
+from paceline.server.apis.routes import generate_router, other_apis_router
 from paceline.server.batches.folder import Batches
 from paceline.server.batches.routes import batch_router
 from paceline.server.generation.service import Service, make_service

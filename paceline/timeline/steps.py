@@ -1,7 +1,15 @@
-"""Frames of plans and their results: a step with the same rows as the one before, a token each,
-takes only its numbers.
+"""Frames of plans and their results, and how much of an engine's work they cover, by their cost.
 
-This module does not know the viewers, or the cost of writing.
+A step with the same rows as the one before, a token each, takes only its numbers. ::
+
+    level   written
+    0       everything
+    1       chunks and skipped requests in one step of eight only; everything else
+    2       steps summed over 10 ms, except those in which a request came or left
+    3       arrivals and ends of requests, and no steps
+
+Once a second the level rises by one if writing took more than a percent of a core, or falls again
+if it has taken less than half of that for a while. This module does not know the viewers.
 """
 
 from __future__ import annotations
@@ -13,11 +21,52 @@ from typing import Final
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepNote
 from paceline.core.request import RequestStatus
 from paceline.timeline.codec import encode
-from paceline.timeline.events import NO_LANE, Done, Event, Kind, Plan, State
-from paceline.timeline.ladder import THIN
+from paceline.timeline.events import NO_LANE, Done, Event, FrameType, Kind, Plan, State, Told
 from paceline.timeline.lanes import Entry, Lanes
 
-__all__ = ["Steps"]
+__all__ = ["LEVELS", "THIN", "Ladder", "Steps"]
+
+LEVELS: Final = 4
+# steps at level 1 of which one is written completely
+THIN: Final = 8
+# share of a core above which less is written, and below which more is; seconds before more is tried
+_MOST: Final = 0.01
+_LEAST: Final = 0.005
+_PATIENCE: Final = 10.0
+# seconds between checks
+_LOOK: Final = 1.0
+
+
+class Ladder:
+    """The level, and its basis: the writer adds the seconds that it takes to ``spent``."""
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.spent = 0.0
+        self._looked_at = -math.inf
+        self._lowered_at = -math.inf
+
+    @property
+    def tells_steps(self) -> bool:
+        return self.level < LEVELS - 1
+
+    def is_due(self, now: float) -> bool:
+        return now - self._looked_at >= _LOOK
+
+    def look(self, now: float) -> bytes:
+        """Update the level; return a frame about its change, else no bytes."""
+        share = self.spent / (now - self._looked_at)
+        self._looked_at, self.spent = now, 0.0
+        if share > _MOST and self.tells_steps:
+            self.level += 1
+        elif share < _LEAST and self.level and now - self._lowered_at >= _PATIENCE:
+            self.level -= 1
+        else:
+            return b""
+        self._lowered_at = now
+        told = {"kind": "level", "level": self.level, "every": THIN, "share": round(share, 5)}
+        return encode(Told(FrameType.NOTICE, told))
+
 
 # seconds that one frame covers at level 2
 _BIN: Final = 0.01

@@ -11,15 +11,22 @@
     GET /ui/api/operations     keys, limits, models, settings and state, likewise
 
 The files need no key: they are this package's public code. The page's data comes from the API, with
-the key that its reader types in.
+the key that its reader types in. They are in memory after the first request, with headers that
+restrict the browser.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import ipaddress
 import json
+import logging
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -33,14 +40,94 @@ from paceline.http.sse import STREAM_HEADERS
 from paceline.http.web import host_name
 from paceline.server.generation.service import Service
 from paceline.server.transport.responses import answering
-from paceline.web.assets import BUILT_IN, SECURITY_HEADERS, Asset, Assets, load_assets
 from paceline.web.feed import Feed, TooManyViewersError
 from paceline.web.what_if.routes import Handler, what_if_routes
 
 if TYPE_CHECKING:
     from paceline.web.promises import Promises
 
-__all__ = ["ui_router"]
+__all__ = ["BUILT_IN", "SECURITY_HEADERS", "Asset", "Assets", "load_assets", "ui_router"]
+
+BUILT_IN: Final = Path(__file__).parent / "static"
+_PAGE: Final = "index.html"
+# placeholder of the version in index.html
+_VERSION_MARK: Final = b"{{version}}"
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+    ".txt": "text/plain; charset=utf-8",
+}
+# limits, because a folder given by --ui-dir could hold anything
+_MAX_FILES: Final = 500
+_MAX_BYTES: Final = 8 * 2**20
+
+SECURITY_HEADERS: Final[Mapping[str, str]] = {
+    # only this server's own files run, and no string ever becomes HTML or a script
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
+}
+
+_log = logging.getLogger("paceline.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """One file: its bytes plain and compressed, its type and its tag."""
+
+    body: bytes
+    packed: bytes
+    media_type: str
+    etag: str
+
+    @classmethod
+    def of(cls, body: bytes, suffix: str) -> Asset:
+        # a fixed time, so that equal bytes compress alike
+        packed = gzip.compress(body, 9, mtime=0)
+        return cls(body, packed, _TYPES[suffix], f'"{hashlib.sha256(body).hexdigest()[:20]}"')
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """All files by path below the folder. ``version`` is a digest of them all, part of their URLs,
+    so that browsers can cache each file for good."""
+
+    files: Mapping[str, Asset]
+    version: str
+    page: Asset
+
+
+def load_assets(folder: Path) -> Assets | None:
+    """Return the files of ``folder``; None, with a line in the log, if it has no page."""
+    found: dict[str, bytes] = {}
+    size = 0
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in _TYPES and path.is_file():
+            body = path.read_bytes()
+            size += len(body)
+            found[path.relative_to(folder).as_posix()] = body
+            if len(found) > _MAX_FILES or size > _MAX_BYTES:
+                _log.warning("ui_unserved reason=too_large files=%d bytes=%d", len(found), size)
+                return None
+    if _PAGE not in found:
+        _log.warning("ui_unserved reason=no_page")
+        return None
+    digest = hashlib.sha256()
+    for name, body in found.items():
+        digest.update(f"{name}\0{len(body)}\0".encode() + body)
+    version = digest.hexdigest()[:16]
+    page = Asset.of(found.pop(_PAGE).replace(_VERSION_MARK, version.encode()), ".html")
+    files = {name: Asset.of(body, Path(name).suffix) for name, body in found.items()}
+    return Assets(files, version, page)
+
 
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _FRAMES: Final = "application/octet-stream"

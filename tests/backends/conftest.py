@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.runner.worker_thread import WorkerBackend
+from paceline.backends.loading.load import WorkerBackend
 from tests.backends.helpers import load_backend
 from tests.backends.torch.models import save_model
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.backends.loading import load
+from paceline.backends.loading.load import WorkerBackend
 from paceline.backends.loading.settings import BackendSettings
-from paceline.backends.runner.worker_thread import WorkerBackend
 
 __all__ = ["load_backend"]
 

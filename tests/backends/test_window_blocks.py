@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.loading.load import WorkerBackend, choose_windows
 from paceline.backends.loading.memory_estimate import served_memory
 from paceline.backends.loading.plan import LoadPlan
 from paceline.backends.loading.settings import BackendSettings, BatchLimits
-from paceline.backends.loading.sizes import choose_windows
 from paceline.backends.native import unavailable_reason
 from paceline.backends.native.step import NativeLoader, NativeStep
 from paceline.backends.runner.interface import ModelLoader, PoolMemory
-from paceline.backends.runner.worker_thread import WorkerBackend
 from paceline.checkpoints.open import open_checkpoint
 from paceline.core.outputs import BlockSwap, RequestUpdate, WindowBlock
 from paceline.core.request import Request

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from paceline.checkpoints.hub.resolve import default_cache_dir
-from paceline.cli.flags.batch_options import batch_config
+from paceline.cli.flags.server_options import batch_config
 from paceline.cli.main import build_parser
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.settings.config import read_config

@@ -15,7 +15,6 @@ import pytest
 
 from paceline.engine.testing import ByteTokenizer
 from paceline.errors import NeverFitsError
-from paceline.server.apis.pooling.conversion import cosines, encode_list
 from paceline.server.apis.pooling.responses import (
     Embedding,
     EmbeddingAnswer,
@@ -23,7 +22,7 @@ from paceline.server.apis.pooling.responses import (
     as_base64,
     as_floats,
 )
-from paceline.server.apis.pooling.running import length_check
+from paceline.server.apis.pooling.running import cosines, encode_list, length_check
 from paceline.server.generation.prompts import PromptMaker, slices
 from paceline.server.protocol.requests import TemplateOptions
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.checkpoints.hub.aliases import Alias
+from paceline.checkpoints.hub.catalogue import Alias
 from paceline.checkpoints.hub.pip_models import pull
 from paceline.gateway.billing.ledger import Ledger
 from paceline.gateway.settings.prices import Used
@@ -47,7 +47,6 @@ PLACES = {
     "cli/offline/batch_files.py": "",
     "engine/recorder.py": "",
     "gateway/billing/ledger.py": "",
-    "server/batches/contents.py": "",
     "server/batches/database.py": "",
     "server/batches/store.py": "",
     "timeline/chrome.py": "",

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from paceline.server.protocol.requests import RequestRules
 from paceline.server.protocol.structured import STRUCTURED_KINDS
-from paceline.server.transport.unserved_routes import UNSERVED_ROUTES
+from paceline.server.transport.responses import UNSERVED_ROUTES
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from paceline.engine.local import LocalEngineClient
 from paceline.http.keys import OPEN_PATHS, ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of
-from paceline.server.openapi.requests import EXAMPLES, request_schemas
+from paceline.server.openapi.document import EXAMPLES, request_schemas
 from paceline.server.settings.config import BatchConfig
 from tests.server.helpers import chat_body, connect, events
 from tests.server.live_process import LiveServer, live_server

@@ -17,8 +17,7 @@ from paceline.engine.local import LocalEngineClient
 from paceline.errors import ConfigError
 from paceline.http.keys import ApiKey, is_page
 from paceline.server import ServerConfig, create_app
-from paceline.web.assets import BUILT_IN, load_assets
-from paceline.web.routes import ui_router
+from paceline.web.routes import BUILT_IN, load_assets, ui_router
 
 pytestmark = pytest.mark.anyio
 

@@ -23,7 +23,7 @@ from paceline.backends.native import (
     unsupported_reason,
     variants,
 )
-from paceline.checkpoints.gguf.types import SIZES, GGUFType
+from paceline.checkpoints.gguf.container import SIZES, GGUFType
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 from paceline.renamed import is_now

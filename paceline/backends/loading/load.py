@@ -1,34 +1,111 @@
-"""Loading of a checkpoint into a backend, on the compute path that suits machine and model.
+"""Loading of a checkpoint into a backend, on the compute path that suits machine and model, and the
+division of memory between blocks of the KV pool, window blocks and host blocks.
 
 PyTorch is imported only where it computes, or where only it can tell whether a device exists: it
-takes a second and 200 MB to load.
+takes a second and 200 MB to load. An encoder is computed by PyTorch, without a KV cache.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from paceline.backends.drafting.draft_model import DraftPlan
 from paceline.backends.loading.draft import choose_draft
-from paceline.backends.loading.encoder import load_encoder
-from paceline.backends.loading.plan import LoadPlan, choose_loader, settle_plan
+from paceline.backends.loading.plan import (
+    LoadPlan,
+    bind_placement,
+    choose_device,
+    choose_length,
+    choose_loader,
+    place_threads,
+    settle_plan,
+    torch_dtype,
+)
 from paceline.backends.loading.settings import BackendSettings, BatchLimits
-from paceline.backends.loading.sizes import PoolSizes, choose_sizes
+from paceline.backends.machine.cpu import NO_TORCH, choose_num_blocks, has_torch
 from paceline.backends.native import Kinds, choose_kinds
 from paceline.backends.pooling.load import make_runner
-from paceline.backends.pooling.runner import HiddenModel
-from paceline.backends.runner.interface import ModelLoader
+from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
+from paceline.backends.runner.interface import ModelLoader, PoolMemory
 from paceline.backends.runner.model_runner import ModelRunner
-from paceline.backends.runner.worker_thread import Runner, WorkerBackend
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.model.encoder import EncoderFiles
 from paceline.checkpoints.open import OpenedEncoder, open_model
 from paceline.core.backend import BackendInfo
+from paceline.core.config import SchedulerConfig
+from paceline.core.grammar import MatcherSource
+from paceline.core.memory.windows import window_blocks_needed
+from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.errors import ConfigError
 
-__all__ = ["load_backend"]
+__all__ = [
+    "PoolSizes",
+    "Runner",
+    "WorkerBackend",
+    "choose_blocks",
+    "choose_sizes",
+    "choose_windows",
+    "host_blocks",
+    "load_backend",
+    "load_encoder",
+]
+
+
+class Runner(Protocol):
+    """An executor of plans, called from the thread."""
+
+    def run(self, plan: SchedulerOutput) -> StepResult: ...
+
+    def constrain(self, matchers: MatcherSource, thread: Executor) -> None: ...
+
+
+class WorkerBackend:
+    """A ``core.backend.ModelBackend`` that runs plans on its own thread, of everything that runs a
+    model. All of a model's work is done on that thread, loading included. Two backends in one
+    process share only the machine.
+
+    Args:
+        build: called on the thread; the constructor raises what it raises.
+    """
+
+    def __init__(self, build: Callable[[], tuple[Runner, BackendInfo]]) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="paceline-model")
+        self._mask_thread: ThreadPoolExecutor | None = None
+        self._runner: Runner | None = None
+        try:
+            self._runner, self._info = self._executor.submit(build).result()
+        except BaseException:
+            self._executor.shutdown()
+            raise
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        """Queue one step. Raises RuntimeError after ``close``."""
+        if self._runner is None:
+            raise RuntimeError("the backend is closed")
+        return self._executor.submit(self._runner.run, plan)
+
+    def constrain(self, matchers: MatcherSource) -> None:
+        assert self._runner is not None, "constrain() after close()"
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-masks")
+        self._runner.constrain(matchers, self._mask_thread)
+
+    def close(self) -> None:
+        # cleared first: from now on a submitted plan is an error, while queued ones still run
+        self._runner = None
+        self._executor.shutdown(wait=True)
+        if self._mask_thread is not None:
+            self._mask_thread.shutdown()
+
 
 _log = logging.getLogger(__name__)
 
@@ -150,3 +227,178 @@ def _describe(
         window_block_bytes=window_block_bytes,
         drafter=drafter,
     )
+
+
+def load_encoder(
+    opened: OpenedEncoder, settings: BackendSettings, limits: BatchLimits, own_process: bool
+) -> tuple[PoolingRunner, BackendInfo]:
+    """Load an encoder. Its blocks are mere numbers, enough of them that the scheduler never waits
+    for one. Raises ConfigError for settings that are a decoder's."""
+    started = time.monotonic()
+    checkpoint, pooling = opened.checkpoint, opened.pooling
+    config = checkpoint.config
+    _check_settings(settings, checkpoint)
+    length = choose_length(config.longest, settings.max_model_len, pooling.max_seq_length)
+    device = choose_device(settings.device)
+    placement = bind_placement(place_threads(settings, device), whole_process=own_process)
+    from paceline.backends.torch import encoder
+
+    dtype = settings.dtype
+    if dtype == "auto" and device == "cpu":
+        # encoders are small, and their vectors are compared in all their digits
+        dtype = "float32"
+    dtype = torch_dtype(dtype, device=device)
+    model = encoder.load_encoder(checkpoint, dtype=dtype, device=device, threads=placement.threads)
+    _log.info("loaded encoder=%.2f", time.monotonic() - started)
+    blocks_of_one = -(-length // settings.block_size)
+    choice = pooling.described, placement.describe(settings.threads)
+    info = BackendInfo(
+        name="torch",
+        vocab_size=config.vocab_size,
+        max_model_len=length,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks or limits.max_num_seqs * blocks_of_one,
+        block_bytes=0,
+        dtype=dtype,
+        device=device,
+        choice="; ".join(filter(None, choice)),
+        numa_nodes=placement.nodes,
+    )
+    return make_runner(model, pooling, checkpoint, settings.matryoshka_dimensions, info)
+
+
+def _check_settings(settings: BackendSettings, checkpoint: EncoderFiles) -> None:
+    path = checkpoint.path
+    if settings.drafts:
+        raise ConfigError("speculative_config: a model that is pooled makes no tokens to draft")
+    for flag, value, unset in (
+        ("--kv-dtype", settings.kv_dtype, ("auto",)),
+        ("--compute", settings.compute, ("auto", "torch")),
+        ("--isa", settings.isa, (None,)),
+        ("--packed-cache", settings.packed_cache_bytes, (None,)),
+        ("--kv-cache-memory", settings.kv_cache_bytes, (None,)),
+        ("--swap-space", settings.swap_bytes, (None, 0)),
+    ):
+        if value not in unset:
+            raise ConfigError(
+                f"{flag} {value} is for decoders, and {path} is an encoder "
+                f"({checkpoint.config.model_type}), which PyTorch computes without a KV cache: "
+                "leave it out"
+            )
+    if not has_torch():
+        raise ConfigError(f"{path} is an encoder, which PyTorch computes, and {NO_TORCH}")
+
+
+_NONE = "layers with a sliding window keep the keys and values of whole requests"
+
+
+class PoolSizes(NamedTuple):
+    """Blocks of the KV pool."""
+
+    # ordinary blocks, that fit into memory with the window blocks
+    num_blocks: int
+    # blocks for layers with a sliding window; 0: these use ordinary blocks
+    num_window_blocks: int = 0
+    # blocks of host memory to swap to
+    num_host_blocks: int = 0
+    # reason for no window blocks, for users; empty where there are some or no layer needs them
+    why: str = ""
+
+
+def choose_sizes(plan: LoadPlan, loader: ModelLoader, draft: DraftPlan | None) -> PoolSizes:
+    """Choose the sizes for a model and what drafts for it."""
+    # asked once: a second answer may differ
+    memory = loader.pool_memory()
+    num_blocks = choose_blocks(plan, loader, memory, draft)
+    sizes = choose_windows(plan, loader, memory, num_blocks, drafted=draft is not None)
+    if sizes.num_window_blocks:
+        return sizes
+    return sizes._replace(num_host_blocks=host_blocks(plan.settings, loader, num_blocks))
+
+
+def choose_blocks(
+    plan: LoadPlan, loader: ModelLoader, memory: PoolMemory, draft: DraftPlan | None
+) -> int:
+    """Choose the blocks of the KV pool, after the draft model's blocks and weights are deducted."""
+    settings, max_num_seqs = plan.settings, plan.limits.max_num_seqs
+    if settings.num_blocks is not None:
+        return settings.num_blocks
+    if not loader.block_bytes:
+        # without a cache, blocks are numbers: enough of them that no prompt waits for one
+        return max_num_seqs * -(-plan.max_model_len // settings.block_size)
+    return choose_num_blocks(
+        settings.kv_cache_bytes,
+        block_bytes=loader.block_bytes + (0 if draft is None else draft.block_bytes),
+        block_size=settings.block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=plan.max_model_len,
+        free_bytes=max(0, memory.free_bytes - (0 if draft is None else draft.weight_bytes)),
+        share=memory.share,
+    )
+
+
+def host_blocks(settings: BackendSettings, loader: ModelLoader, num_blocks: int) -> int:
+    """Return the blocks of host memory for swapping, next to ``num_blocks`` of the pool."""
+    if not loader.block_bytes:
+        return 0
+    swap_bytes = settings.swap_bytes
+    if swap_bytes is None:
+        # the limit may be infinity, which cannot be divided into blocks
+        swap_bytes = int(min(num_blocks * loader.block_bytes // 2, loader.max_host_bytes))
+    return swap_bytes // loader.block_bytes
+
+
+def choose_windows(
+    plan: LoadPlan, loader: ModelLoader, memory: PoolMemory, num_blocks: int, *, drafted: bool
+) -> PoolSizes:
+    """Choose the number of window blocks, and of blocks, which may then exceed ``num_blocks``, the
+    number that fits into ``memory`` where all layers use them.
+
+    Args:
+        drafted: a model or a head drafts, whose cache uses the served model's blocks.
+    """
+    settings, limits, max_model_len = plan.settings, plan.limits, plan.max_model_len
+    if not loader.window:
+        return PoolSizes(num_blocks)
+    max_num_seqs = limits.max_num_seqs
+    off = settings.without_windows
+    if settings.swap_bytes:
+        off = off or "host memory to swap to takes whole blocks (--swap-space)"
+    elif plan.pooling is not None:
+        # hidden states are computed from ordinary blocks alone
+        off = off or "a pooled model has hidden states of whole prompts"
+    elif drafted:
+        off = off or "a draft model or head shares its blocks with the model"
+    if off:
+        return PoolSizes(num_blocks, why=f"{_NONE}: {off}")
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(limits.max_num_batched_tokens, max_num_seqs),
+        max_model_len=max_model_len,
+    )
+    needed = window_blocks_needed(scheduler, loader.window, settings.block_size)
+    if needed >= num_blocks:
+        off = (
+            f"windows of --max-num-seqs {max_num_seqs} would take {needed} blocks, and there are "
+            f"{num_blocks}; a smaller --max-num-seqs may help"
+        )
+        return PoolSizes(num_blocks, why=f"{_NONE}: {off}")
+    taken = needed * loader.window_block_bytes
+    of_others = loader.block_bytes - loader.window_block_bytes
+    if not of_others and settings.num_blocks is None:
+        # blocks take no memory, so there may be as many as all requests can use
+        largest = max_num_seqs * -(-max_model_len // settings.block_size)
+        return PoolSizes(max(num_blocks, largest), needed)
+    if settings.num_blocks is not None:
+        return PoolSizes(num_blocks, needed)
+    kv_cache_bytes = settings.kv_cache_bytes
+    fitting = choose_num_blocks(
+        None if kv_cache_bytes is None else kv_cache_bytes - taken,
+        block_bytes=of_others,
+        block_size=settings.block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        free_bytes=max(0, memory.free_bytes - int(taken / memory.share)),
+        share=memory.share,
+    )
+    return PoolSizes(fitting, needed)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from paceline.backends.loading.devices import choose_device
 from paceline.backends.loading.formats import Formats, choose_formats
+from paceline.backends.loading.plan import choose_device
 from paceline.backends.machine.cpu import multiplies_bfloat16
 from paceline.backends.native import packed_bytes
 from paceline.backends.native.step import native_block_bytes, native_step_bytes, native_window

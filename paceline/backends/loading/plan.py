@@ -1,19 +1,21 @@
-"""Decisions on a model that precede its weights, and the loader that follows from them."""
+"""Decisions on a model that precede its weights, and the loader that follows from them; the device
+that computes it, and the threads and NUMA nodes next to that.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from paceline.backends.loading.devices import bind_placement, choose_device, place_threads
 from paceline.backends.loading.formats import Formats, choose_formats
 from paceline.backends.loading.settings import BackendSettings, BatchLimits
-from paceline.backends.machine.cpu import available_memory
-from paceline.backends.machine.placement import Placement
+from paceline.backends.machine.cpu import NO_TORCH, available_memory, has_torch, may_have_cuda
+from paceline.backends.machine.placement import Placement, choose_placement
+from paceline.backends.machine.topology import bind, format_list
 from paceline.backends.runner.interface import ModelLoader
 from paceline.checkpoints.heads.pooling import PoolingFiles
 from paceline.checkpoints.model.checkpoint import Checkpoint
@@ -21,9 +23,77 @@ from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.open import OpenedModel
 from paceline.errors import ConfigError
 
-__all__ = ["LoadPlan", "choose_length", "choose_loader", "settle_plan", "torch_dtype"]
+__all__ = [
+    "LoadPlan",
+    "bind_placement",
+    "choose_device",
+    "choose_length",
+    "choose_loader",
+    "place_threads",
+    "settle_plan",
+    "torch_dtype",
+]
 
 _log = logging.getLogger(__name__)
+
+
+def choose_device(name: str) -> str:
+    """Return "cpu", or PyTorch's name of another device. PyTorch is loaded only if one may exist.
+
+    Args:
+        name: "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises ConfigError for a device that this machine does not have.
+    """
+    if name == "cpu" or (name == "auto" and not may_have_cuda()):
+        return "cpu"
+    if not has_torch():
+        if name != "auto":
+            raise ConfigError(f"--device {name} is PyTorch's to use, and {NO_TORCH}")
+        _log.warning("device=cpu: there are signs of a GPU, but %s", NO_TORCH)
+        return "cpu"
+    from paceline.backends.torch.machine import choose_device as choose
+
+    return str(choose(name))
+
+
+def place_threads(settings: BackendSettings, device: str) -> Placement:
+    """Choose where to compute; ``numa_fallback`` takes "auto" where ``numa`` is unavailable."""
+    # a GPU has a node of its own, which is not looked up here
+    auto = "auto" if device == "cpu" else "off"
+    try:
+        nodes = auto if settings.numa == "auto" else settings.numa
+        return choose_placement(settings.threads, nodes)
+    except ConfigError as error:
+        if not settings.numa_fallback:
+            raise
+        _log.warning("numa_fallback numa=%s reason=%s", settings.numa, error)
+    return choose_placement(settings.threads, auto)
+
+
+def bind_placement(placement: Placement, *, whole_process: bool) -> Placement:
+    """Apply a placement as far as the system allows it, and return the result."""
+    if placement.cpus is None:
+        if placement.why:
+            _log.info("threads=%d numa_nodes=none: %s", placement.threads, placement.why)
+        return placement
+    cpus = format_list(placement.cpus)
+    refusal = bind(placement.cpus, whole_process=whole_process)
+    if refusal:
+        _log.warning(
+            "numa_unbound threads=%d numa_nodes=%s cpus=%s reason=%s",
+            placement.threads, placement.nodes or "none", cpus, refusal,
+        )  # fmt: skip
+        why = f"NUMA nodes {placement.nodes} could not be bound to ({refusal})"
+        if placement.why:
+            why = f"{placement.why}, but it could not be bound ({refusal})"
+        return replace(placement, nodes="", cpus=None, why=why)
+    _log.info(
+        "threads=%d numa_nodes=%s cpus=%s%s",
+        placement.threads, placement.nodes or "none", cpus, placement.why and f": {placement.why}",
+    )  # fmt: skip
+    return placement
+
 
 # weight formats whose head is, or may be, int8
 

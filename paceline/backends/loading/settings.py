@@ -67,7 +67,7 @@ class BackendSettings:
     # used; on CUDA 4 GiB at most, pinned at once
     swap_bytes: int | None = None
     # reason why layers with a sliding window get no window blocks, for the ready line; empty: they
-    # may get some, see ``sizes.choose_windows``
+    # may get some, see ``load.choose_windows``
     without_windows: str = ""
     # processor threads; None: as many as the process may use of its nodes' processors
     threads: int | None = None

@@ -6,21 +6,10 @@ says why, and the pure PyTorch path serves instead. Nothing here imports torch.
 """
 
 from paceline.backends.native.block_formats import Kinds, choose_kinds, packed_bytes
-from paceline.backends.native.config import (
-    DTYPES,
-    KV_DTYPES,
-    NativeSettings,
-    unsupported_reason,
-)
+from paceline.backends.native.config import DTYPES, KV_DTYPES, NativeSettings, unsupported_reason
 from paceline.backends.native.library import unavailable_reason, variants
 from paceline.backends.native.model import NativeModel
-from paceline.backends.native.tensors import (
-    BLOCKS,
-    KEPT,
-    OWN_BITS,
-    RawTensor,
-    checkpoint_tensors,
-)
+from paceline.backends.native.tensors import BLOCKS, KEPT, OWN_BITS, RawTensor, checkpoint_tensors
 
 __all__ = [
     "BLOCKS",

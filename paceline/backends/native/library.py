@@ -5,16 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from ctypes import (
-    POINTER,
-    c_char_p,
-    c_double,
-    c_int,
-    c_int64,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from paceline.backends.pooling.head import Dense, PoolingHead
-from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
+from paceline.backends.pooling.runner import Dense, HiddenModel, PoolingHead, PoolingRunner
 from paceline.checkpoints.heads.pooling import PoolingFiles
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
 from paceline.checkpoints.hf.folder import Module

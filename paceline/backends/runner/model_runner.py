@@ -27,8 +27,7 @@ from paceline.backends.runner.interface import (
     Logits,
     WindowedModel,
 )
-from paceline.backends.runner.prompt_logprobs import PromptLogprobs
-from paceline.backends.runner.sampling import PreparedSampling, SampleRow
+from paceline.backends.runner.sampling import PreparedSampling, PromptLogprobs, SampleRow
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
     DRAFT_MODEL,

@@ -16,7 +16,7 @@ from paceline.core.outputs import TokenLogprobs
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.errors import InvalidRequestError
 
-__all__ = ["PreparedSampling", "Reshaping", "SampleRow", "Samples", "uniforms"]
+__all__ = ["PreparedSampling", "PromptLogprobs", "Reshaping", "SampleRow", "Samples", "uniforms"]
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -227,3 +227,40 @@ class Samples:
     finite: list[bool]
     # None for rows that asked for none
     logprobs: list[TokenLogprobs | None]
+
+
+class PromptLogprobs:
+    """Log-probabilities of one request's prompt, from position 0 on, collected as its chunks are
+    computed.
+
+    The logits at position p predict token p + 1. A prompt whose beginning came from a prefix cache
+    was not computed here, so such a request must not share blocks (``engine.fanout`` sees to it).
+
+    Args:
+        count: likeliest tokens to report for each position.
+    """
+
+    def __init__(self, prompt: Sequence[int], count: int) -> None:
+        self.count = count
+        self._prompt = prompt
+        self._entries: list[TokenLogprobs] = []
+
+    def wanted(self, start: int, num_tokens: int) -> range:
+        """Return the positions among ``start ...`` whose logits are still needed."""
+        if start > len(self._entries):
+            # the beginning was not computed here, so there is no result
+            return range(0)
+        return range(len(self._entries), min(start + num_tokens, len(self._prompt) - 1))
+
+    def targets(self, wanted: range) -> Sequence[int]:
+        """Return the tokens that the logits of these positions predict."""
+        return self._prompt[wanted.start + 1 : wanted.stop + 1]
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Add the entries of the positions that ``wanted`` named."""
+        self._entries += entries
+
+    def result(self) -> tuple[TokenLogprobs, ...] | None:
+        """Return one entry per prompt token but the first; None if the beginning is missing."""
+        complete = len(self._entries) == len(self._prompt) - 1
+        return tuple(self._entries) if complete else None

@@ -14,11 +14,10 @@ from typing import Final
 import torch
 
 from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.torch.attention import RotaryTable
 from paceline.backends.torch.head import HeadSettings, TorchHead
-from paceline.backends.torch.linear import Linear, make_linear
-from paceline.backends.torch.mlp import DenseMLP
+from paceline.backends.torch.linear import DenseMLP, Linear, make_linear
 from paceline.backends.torch.model import RMSNorm
-from paceline.backends.torch.rope import RotaryTable
 from paceline.checkpoints.heads.eagle3 import LAYER, Eagle3Head
 
 __all__ = ["Eagle3Step"]

@@ -1,5 +1,5 @@
 """An encoder of BERT's shape on a flat ragged batch: norms after the sums, and attention over the
-whole prompt.
+whole prompt, which decoders that see the whole prompt use too.
 
 This module does not know files, requests or pooling.
 """
@@ -16,13 +16,89 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.runner.interface import AttentionBatch
-from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.machine import choose_dtype
 from paceline.checkpoints.model.encoder import EncoderConfig, EncoderFiles
 from paceline.core.outputs import BlockSwap
 
-__all__ = ["Encoder", "load_encoder"]
+__all__ = ["BidirectionalAttention", "Encoder", "load_encoder"]
+
+
+class BidirectionalAttention:
+    """An ``attention.AttentionBackend`` in which every token sees the whole prompt: each prompt is
+    computed in one step, so keys and values need not be stored. Prompts of one length are one
+    product; nothing is padded, so a prompt's vector does not depend on its neighbours' lengths.
+
+    Args:
+        scale: factor on scores.
+        window: layers in ``sliding`` see ``window - 1`` tokens to either side; None: all tokens.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        *,
+        sliding: frozenset[int] = frozenset(),
+        window: int | None = None,
+        device: torch.device,
+    ) -> None:
+        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
+        self._scale = scale
+        self._sliding, self._window = sliding, window
+        self._device = device
+        # for each length of prompts, their tokens, [prompts, length]
+        self._groups: list[torch.Tensor] = []
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Implement ``AttentionBackend.prepare``. Every row holds a whole prompt."""
+        assert not batch.starts.any(), "an encoder's prompt was cut"
+        firsts = np.cumsum(batch.counts) - batch.counts
+        self._groups = [
+            torch.from_numpy(firsts[batch.counts == length][:, None] + np.arange(length)).to(
+                self._device
+            )
+            for length in np.unique(batch.counts)
+        ]
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Implement ``AttentionBackend.attend``; tokens see their whole prompt, or a window."""
+        out = qkv.new_empty(qkv.shape[0], self._heads * self._head_dim)
+        for tokens in self._groups:
+            count, length = tokens.shape
+            # [prompts, heads, length, head_dim]
+            given = qkv[tokens].transpose(1, 2)
+            keys, values = self._heads, self._heads + self._kv_heads
+            query, key, value = given[:, :keys], given[:, keys:values], given[:, values:]
+            seen = torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=self._mask(layer, length),
+                scale=self._scale,
+                enable_gqa=self._heads != self._kv_heads,
+            )
+            out[tokens] = seen.transpose(1, 2).reshape(count, length, -1)
+        return out
+
+    def _mask(self, layer: int, length: int) -> torch.Tensor | None:
+        """Return a mask that is true where a token sees another one; None: everywhere."""
+        if self._window is None or layer not in self._sliding or length <= self._window:
+            return None
+        place = torch.arange(length, device=self._device)
+        return (place[:, None] - place).abs() < self._window
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: there are no blocks."""
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        """Do nothing: there are no blocks."""
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Do nothing: there are no blocks."""
+
 
 _FUNCTIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "gelu": torch.nn.functional.gelu,

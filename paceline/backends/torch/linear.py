@@ -1,4 +1,5 @@
-"""A matrix product with a fixed weight, prepared once for the machine it runs on.
+"""A matrix product with a fixed weight, prepared once for the machine it runs on, and the second
+half of a layer made of them: a gated MLP, or a mixture of such experts.
 
 This is one of the two seams for faster kernels (the other is ``attention``): everything else only
 calls a ``Linear``.
@@ -11,11 +12,13 @@ more. The reordered copy replaces the weight; it is not kept twice.
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import torch
 
-__all__ = ["DenseLinear", "Linear", "PackedLinear", "make_linear"]
+__all__ = ["MLP", "DenseLinear", "DenseMLP", "Linear", "PackedLinear", "SparseMLP", "make_linear"]
 
 
 class Linear(Protocol):
@@ -61,3 +64,77 @@ def _packs(weight: torch.Tensor) -> bool:
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Return the fastest Linear for this weight's device and dtype."""
     return PackedLinear(weight, bias) if _packs(weight) else DenseLinear(weight, bias)
+
+
+_SWIGLU_ALPHA: Final = 1.702
+
+
+class MLP(Protocol):
+    """Map [rows, hidden] to [rows, hidden], in x's dtype, as a fresh tensor."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class DenseMLP:
+    """``down(activation(gate(x)) * up(x))``, or as ``ModelConfig.activation`` describes others.
+
+    Args:
+        gate_up: [hidden] -> [2 * intermediate]: gate, up.
+        down: [intermediate] -> [hidden].
+        activation: one of ``config.ACTIVATIONS``.
+        limit: bound of "clamped_swiglu".
+    """
+
+    def __init__(
+        self, gate_up: Linear, down: Linear, activation: str, limit: float = math.inf
+    ) -> None:
+        self._gate_up, self._down = gate_up, down
+        self._activation, self._limit = activation, limit
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        if self._activation == "clamped_swiglu":
+            gate = gate.clamp(max=self._limit)
+            up = up.clamp(-self._limit, self._limit).add_(1.0)
+            return self._down(torch.sigmoid(gate * _SWIGLU_ALPHA).mul_(gate).mul_(up))
+        if self._activation == "gelu_tanh":
+            return self._down(torch.nn.functional.gelu(gate, approximate="tanh").mul_(up))
+        return self._down(torch.nn.functional.silu(gate).mul_(up))
+
+
+class SparseMLP:
+    """The ``chosen`` experts that the router scores highest for a row, weighted by its softmax.
+
+    The router is computed in float32: in bfloat16 its rounding would choose other experts.
+
+    Args:
+        router: [experts, hidden].
+        bias: [experts], added to the router's scores; None: there is none.
+        normalise: the weights of the chosen experts are divided by their sum.
+    """
+
+    def __init__(
+        self,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        experts: Sequence[MLP],
+        chosen: int,
+        normalise: bool,
+    ) -> None:
+        self._router = router.float()
+        self._bias = None if bias is None else bias.float()
+        self._experts = experts
+        self._chosen, self._normalise = chosen, normalise
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.nn.functional.linear(x.float(), self._router, self._bias)
+        weights, experts = scores.softmax(-1).topk(self._chosen, dim=-1)
+        if self._normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        # each expert runs once, for all rows that chose it
+        for expert in sorted(set(experts.flatten().tolist())):
+            rows, ranks = (experts == expert).nonzero(as_tuple=True)
+            given = self._experts[expert](x[rows]).float() * weights[rows, ranks, None]
+            out.index_add_(0, rows, given)
+        return out.to(x.dtype)

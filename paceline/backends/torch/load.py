@@ -11,11 +11,15 @@ import torch
 
 from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
 from paceline.backends.runner.interface import LoadedModel, PoolMemory
-from paceline.backends.torch.attention import AttentionBackend, TorchAttention, block_bytes
-from paceline.backends.torch.bidirectional import BidirectionalAttention
+from paceline.backends.torch.attention import (
+    AttentionBackend,
+    RotaryTable,
+    TorchAttention,
+    block_bytes,
+)
+from paceline.backends.torch.encoder import BidirectionalAttention
 from paceline.backends.torch.machine import choose_dtype
 from paceline.backends.torch.model import Decoder
-from paceline.backends.torch.rope import RotaryTable
 from paceline.backends.torch.sampler import token_logprobs
 from paceline.backends.torch.step import TorchSampler, TorchStep
 from paceline.backends.torch.weights import load_weights

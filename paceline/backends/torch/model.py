@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.backends.torch.attention import AttentionBackend
-from paceline.backends.torch.linear import Linear
-from paceline.backends.torch.mlp import MLP
-from paceline.backends.torch.rope import RotaryTable
+from paceline.backends.torch.attention import AttentionBackend, RotaryTable
+from paceline.backends.torch.linear import MLP, Linear
 from paceline.checkpoints.model.config import ModelConfig
 
 # number of candidates with exact logits; others are too far behind to win by rounding

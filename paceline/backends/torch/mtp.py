@@ -27,11 +27,10 @@ import numpy as np
 import torch
 
 from paceline.backends.runner.interface import AttentionBatch
-from paceline.backends.torch.attention import block_bytes
+from paceline.backends.torch.attention import RotaryTable, block_bytes
 from paceline.backends.torch.head import HeadSettings, TorchHead
 from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.model import Decoder, DecoderWeights, RMSNorm
-from paceline.backends.torch.rope import RotaryTable
 from paceline.backends.torch.weights import TensorReader
 from paceline.checkpoints.heads.mtp import MTPLayers
 

@@ -16,12 +16,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from paceline.backends.torch.linear import Linear, make_linear
-from paceline.backends.torch.mlp import MLP, DenseMLP, SparseMLP
+from paceline.backends.torch.linear import MLP, DenseMLP, Linear, SparseMLP, make_linear
 from paceline.backends.torch.model import DecoderWeights, LayerWeights, RMSNorm
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.model.checkpoint import expected_shapes, row_order
 from paceline.checkpoints.model.config import ModelConfig
-from paceline.checkpoints.model.shapes import expected_shapes, row_order
 from paceline.errors import CheckpointError
 
 __all__ = ["TensorReader", "TensorSource", "load_weights"]

@@ -7,19 +7,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from paceline.checkpoints.model.fields import Fields
 from paceline.checkpoints.weights.stacked_experts import Stored
 
-__all__ = ["Architecture", "GGUFFields"]
+__all__ = ["Architecture", "GGUFFields", "Knobs"]
 
 _LAYER: Final = re.compile(r"(model\.layers\.[0-9]+\.)(.+?)(\.weight|\.bias|)")
 _EXPERT: Final = re.compile(r"\.experts\.([0-9]+)\.")
 
 
-def _no_knobs(fields: Fields) -> Mapping[str, Any]:
-    return {}
+# arguments of ModelConfig
+Knobs: TypeAlias = Mapping[str, Any]
 
 
 class GGUFFields(Protocol):
@@ -34,10 +34,6 @@ class GGUFFields(Protocol):
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a whole number, not below 0."""
-
-
-def _no_gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +56,13 @@ class Architecture:
     # keys that change the arithmetic and that ``gguf_knobs`` reads; see ``gguf.config.NEUTRAL``
     gguf_reads: frozenset[str] = frozenset()
     # arguments of ModelConfig that override those common to all GGUF files
-    gguf_knobs: Callable[[GGUFFields], Mapping[str, Any]] = _no_gguf_knobs
+    gguf_knobs: Callable[[GGUFFields], Knobs] = lambda fields: {}
     # defaults of transformers' configuration class, for fields that a config leaves out
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # fields that change the arithmetic and that ``knobs`` reads; see ``hf.config.NEUTRAL``
     reads: frozenset[str] = frozenset()
     # arguments of ModelConfig that override those common to all architectures
-    knobs: Callable[[Fields], Mapping[str, Any]] = _no_knobs
+    knobs: Callable[[Fields], Knobs] = lambda fields: {}
     # field that names the gate's function, and values that it may have
     activation_field: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
@@ -74,8 +70,8 @@ class Architecture:
     partial_rotary: bool = False
     # names of rope types that stand for another one of ``config.ROPE_KINDS``
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    # tensor name in a layer of a Hugging Face folder -> ours (``shapes``), with * for an expert's
-    # number
+    # tensor name in a layer of a Hugging Face folder -> ours (``checkpoint``), with * for an
+    # expert's number
     renames: Mapping[str, str] = field(default_factory=dict)
     # matrices that hold several of ours, stacked by rows
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.model.fields import Fields
 from paceline.errors import CheckpointError
 
@@ -44,7 +43,7 @@ def gemma_knobs(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in fields.layers]
     return {**gemma_knobs(fields), **fields.sliding(kinds)}
 
@@ -65,7 +64,7 @@ def gemma_gguf_knobs(fields: GGUFFields, large: int) -> dict[str, Any]:
     }
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     return {
         **gemma_gguf_knobs(fields, 46),
         "attention_softcap": fields.value("attn_logit_softcapping", 50.0) or None,

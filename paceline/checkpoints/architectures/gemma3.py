@@ -3,10 +3,9 @@ layers with a window."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.architectures.gemma2 import (
     GGUF_NAMES,
     RENAMES,
@@ -23,7 +22,7 @@ _GLOBAL_THETA = 1000000.0
 _LOCAL_THETA = 10000.0
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     pattern = fields.whole("sliding_window_pattern")
     if pattern < 1:
         raise CheckpointError(f"sliding_window_pattern is {pattern}, must be at least 1")
@@ -58,7 +57,7 @@ def _rope_parameters(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"rope_theta": theta, **found}, {"rope_theta": local_theta}
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     local = fields.value("rope.freq_base_swa", _LOCAL_THETA)
     return {
         **gemma_gguf_knobs(fields, 62),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.model.config import RopeConfig
 from paceline.checkpoints.model.fields import Fields
 from paceline.checkpoints.weights.stacked_experts import unstacked
@@ -24,7 +24,7 @@ _EXPERTS: Mapping[str, Any] = {
 }
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     alpha = fields.number(fields.raw, "swiglu_alpha", _ALPHA)
     if alpha != _ALPHA:
         raise CheckpointError(f"swiglu_alpha={alpha} is not supported, only {_ALPHA}")
@@ -42,7 +42,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     # files omit that the ramp of yarn is not rounded, and which layers have the window
     context = fields.count("context_length")
     return {

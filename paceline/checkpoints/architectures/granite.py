@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.model.fields import Fields
 
 __all__ = ["ARCHITECTURE"]
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     bias = fields.flag("attention_bias")
     return {
         "qkv_bias": bias,
@@ -24,7 +21,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     # llama.cpp writes 0 for no factor
     return {
         "embedding_scale": fields.value("embedding_scale", 0.0) or 1.0,

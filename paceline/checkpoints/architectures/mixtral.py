@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.model.fields import Fields
 
 __all__ = ["ARCHITECTURE"]
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     return {
         "num_experts": fields.whole("num_local_experts"),
         "experts_per_token": fields.whole("num_experts_per_tok"),
@@ -21,7 +18,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     return {
         "num_experts": fields.count("expert_count"),
         "experts_per_token": fields.count("expert_used_count"),

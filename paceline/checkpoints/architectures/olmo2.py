@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.model.fields import Fields
 from paceline.errors import CheckpointError
 
@@ -19,12 +18,12 @@ _KNOBS: Final = {
 }
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     bias = fields.flag("attention_bias")
     return {"qkv_bias": bias, "o_bias": bias, **_KNOBS}
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     if fields.count("attention.sliding_window", 0):
         raise CheckpointError("OLMo 3, which has a sliding window, is not supported")
     return _KNOBS

@@ -3,16 +3,13 @@ of the first dimensions of a head alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from paceline.checkpoints.architectures.base import Architecture
+from paceline.checkpoints.architectures.base import Architecture, Knobs
 from paceline.checkpoints.model.fields import Fields
 
 __all__ = ["ARCHITECTURE"]
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     return fields.sliding(["sliding_attention"] * len(fields.layers))
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.model.fields import Fields
 
 __all__ = ["ARCHITECTURE"]
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     bias = fields.flag("attention_bias")
     window = fields.sliding_from("max_window_layers")
     return {"qk_norm": True, "qkv_bias": bias, "o_bias": bias, **window}
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     return {"qk_norm": True}
 
 

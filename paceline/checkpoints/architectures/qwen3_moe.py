@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.model.fields import Fields
 from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     bias = fields.flag("attention_bias")
     step, dense = fields.whole("decoder_sparse_step"), fields.raw.get("mlp_only_layers", [])
     if step < 1:
@@ -35,7 +32,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     # as in llama.cpp: files hold models with experts in every layer, and weights that sum to 1
     return {
         "qk_norm": True,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields, Knobs
 from paceline.checkpoints.model.fields import Fields
 from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 
 
-def _knobs(fields: Fields) -> Mapping[str, Any]:
+def _knobs(fields: Fields) -> Knobs:
     bias = fields.flag("attention_bias")
     interval = fields.whole("no_rope_layer_interval")
     rotated = fields.raw.get("no_rope_layers")
@@ -36,7 +33,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
-def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+def _gguf_knobs(fields: GGUFFields) -> Knobs:
     # the file does not name them; every published model has every fourth, as llama.cpp assumes
     return {"unrotated_layers": tuple(range(3, fields.layers, 4))}
 

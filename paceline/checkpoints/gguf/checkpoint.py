@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.architectures import ARCHITECTURES
 from paceline.checkpoints.gguf.config import GGUFConfigReader, find_architecture
-from paceline.checkpoints.gguf.container import GGUFFile, GGUFTensor
+from paceline.checkpoints.gguf.container import GGUFFile, GGUFTensor, GGUFType
 from paceline.checkpoints.gguf.data import GGUFData
 from paceline.checkpoints.gguf.shards import read_gguf_parts
-from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.model.checkpoint import check_shapes, expected_shapes, row_order
 from paceline.checkpoints.model.config import ModelConfig
-from paceline.checkpoints.model.shapes import check_shapes, expected_shapes, row_order
 from paceline.errors import CheckpointError
 
 __all__ = ["GGUFCheckpoint", "open_gguf"]

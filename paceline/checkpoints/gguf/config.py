@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.gguf.container import GGUFFile, GGUFTensor
 from paceline.checkpoints.model.config import ModelConfig, RopeConfig
-from paceline.checkpoints.model.special_ids import gguf_special_id
+from paceline.checkpoints.model.fields import gguf_special_id
 from paceline.errors import CheckpointError
 
 __all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "GGUFConfigReader", "find_architecture"]

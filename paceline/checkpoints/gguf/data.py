@@ -14,8 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.gguf.container import GGUFTensor
-from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.gguf.container import GGUFTensor, GGUFType
 from paceline.errors import CheckpointError
 
 __all__ = ["GGUFData"]
@@ -74,7 +73,7 @@ _PLAIN: Final[Mapping[GGUFType, _Decoder]] = {
 
 
 def _decoder(kind: GGUFType) -> _Decoder:
-    """Return the ``gguf`` package's decoder; ``types`` tells why it is imported here."""
+    """Return the ``gguf`` package's decoder; ``GGUFType`` tells why it is imported here."""
     from gguf import GGMLQuantizationType, quants
 
     return partial(quants.dequantize, qtype=GGMLQuantizationType(kind))

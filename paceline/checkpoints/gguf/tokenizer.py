@@ -30,7 +30,7 @@ from tokenizers import (
     processors,
 )
 
-from paceline.checkpoints.model.special_ids import gguf_special_id, warn_once
+from paceline.checkpoints.model.fields import gguf_special_id, warn_once
 from paceline.errors import CheckpointError
 
 __all__ = [

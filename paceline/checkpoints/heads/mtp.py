@@ -34,10 +34,9 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.architectures import ARCHITECTURES
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
-from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint, expected_shapes
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.model.json_file import read_json_object
-from paceline.checkpoints.model.shapes import expected_shapes
 from paceline.checkpoints.weights.safetensors import DTYPES, SafetensorsEntry, values_of
 from paceline.errors import CheckpointError
 

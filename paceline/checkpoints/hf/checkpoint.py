@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from paceline.checkpoints.architectures import ARCHITECTURES
 from paceline.checkpoints.hf.config import HFConfig, read_hf_config
 from paceline.checkpoints.hf.folder import HFFolder, read_folder
-from paceline.checkpoints.hf.tied import are_equal, rows_of
+from paceline.checkpoints.model.checkpoint import check_shapes, expected_shapes, row_order
 from paceline.checkpoints.model.config import ModelConfig
-from paceline.checkpoints.model.shapes import check_shapes, expected_shapes, row_order
-from paceline.checkpoints.model.special_ids import warn_once
+from paceline.checkpoints.model.fields import warn_once
 from paceline.checkpoints.weights.quantised import Quantisation, QuantisedMatrix
 from paceline.checkpoints.weights.safetensors import (
     DTYPES,
     SafetensorsEntry,
+    read_data,
     read_entries,
     values_of,
 )
@@ -82,7 +82,7 @@ class HFCheckpoint:
         if embedding is None:
             # tied weights may be stored under either name
             self._parts[_EMBEDDING] = head
-        elif not are_equal(head.entry, embedding.entry):
+        elif not _same_values(head.entry, embedding.entry):
             warn_once(
                 f"{self._folder}: config.json has tie_word_embeddings true, and lm_head.weight "
                 "differs from the embedding: it is used as the head"
@@ -124,7 +124,7 @@ class HFCheckpoint:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         entry = self._find(name)
-        values = values_of(entry) if isinstance(entry, SafetensorsEntry) else entry.values()
+        values = _values(entry)
         return self._ordered(name, values)
 
     def tensor_row(self, name: str, row: int) -> NDArray[np.float32]:
@@ -289,7 +289,41 @@ def _split(folder: Path, name: str, entry: _Stored, counts: list[int]) -> list[_
     parts, first = [], 0
     for count in counts:
         span = slice(first, first + count)
-        part = rows_of(entry, span) if isinstance(entry, SafetensorsEntry) else entry.part(span)
-        parts.append(_Part(part, name, span))
+        parts.append(_Part(entry.part(span), name, span))
         first += count
     return parts
+
+
+# bytes of a matrix that are compared at a time
+_BYTES: Final = 8 << 20
+
+
+def _same_values(one: _Stored, other: _Stored) -> bool:
+    """Return whether two stored matrices have the same values. Reads both, some rows at a time.
+
+    A model that was fine-tuned with both apart may have been saved with a config that still ties
+    them. As in transformers, both are then used as they are stored.
+    """
+    if one.shape != other.shape:
+        return False
+    step = max(1, _BYTES // max(1, 4 * one.shape[-1]))
+    for start in range(0, one.shape[0], step):
+        span = slice(start, min(start + step, one.shape[0]))
+        if not _are_equal(one.part(span), other.part(span)):
+            return False
+    return True
+
+
+def _are_equal(one: _Stored, other: _Stored) -> bool:
+    if (
+        isinstance(one, SafetensorsEntry)
+        and isinstance(other, SafetensorsEntry)
+        and one.dtype == other.dtype
+        and read_data(one) == read_data(other)
+    ):
+        return True
+    return np.array_equal(_values(one), _values(other))
+
+
+def _values(matrix: _Stored) -> NDArray[np.float32]:
+    return values_of(matrix) if isinstance(matrix, SafetensorsEntry) else matrix.values()

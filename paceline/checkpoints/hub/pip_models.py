@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
-from paceline.checkpoints.hub.aliases import ALIASES, Alias
+from paceline.checkpoints.hub.catalogue import ALIASES, Alias
 from paceline.errors import CheckpointError
 from paceline.files import make_private_folder, private_opener
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from paceline.checkpoints.hub.aliases import ALIASES
-from paceline.checkpoints.hub.catalogue import catalogue
+from paceline.checkpoints.hub.catalogue import ALIASES, catalogue
 from paceline.checkpoints.hub.names import parse_hub_name, parts_of
 from paceline.checkpoints.hub.pip_models import Progress, cached_path, is_cached, pull
 from paceline.errors import CheckpointError

@@ -1,19 +1,26 @@
-"""Typed access to the fields of config.json, for the readers of architectures.
+"""Typed access to the fields of config.json, for the readers of architectures, and a file's ids of
+special tokens.
 
 A missing field has the default of the architecture's configuration class in transformers, because a
 config written by transformers leaves it out. Every reader raises CheckpointError naming the field.
+
+Converters write -1, 2^32 - 1 or the id of a token that was cut off for "there is none". Such an id
+counts as absent, with a warning. A model whose only end of sequence is absent would never end an
+answer, so it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
 from paceline.checkpoints.model.config import RopeConfig
 from paceline.errors import CheckpointError
 
-__all__ = ["Fields", "token_ids"]
+__all__ = ["Fields", "gguf_special_id", "ids_within", "token_ids", "warn_once"]
 
 # longest list of layers made here; a config with more layers is refused later
 _MOST_LAYERS: Final = 1024
@@ -206,3 +213,38 @@ def _flag(source: Mapping[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"{key} is {value!r:.80}, must be true or false")
     return value
+
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning about a file once, though several readers in one process may find it."""
+    _log.warning("%s", message)
+
+
+def gguf_special_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
+    """Return the id of ``tokenizer.ggml.NAME_token_id`` in a vocabulary of ``count`` tokens; None:
+    it is absent.
+
+    Raises:
+        CheckpointError: it is not a whole number.
+    """
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = metadata.get(key)
+    if token_id is None:
+        return None
+    if type(token_id) is not int:
+        raise CheckpointError(f"{key} is {token_id!r:.40} of {count} tokens")
+    return next(iter(ids_within((token_id,), key, count)), None)
+
+
+def ids_within(ids: Iterable[int], key: str, count: int) -> frozenset[int]:
+    """Return the ``ids`` that are in a vocabulary of ``count`` tokens; ``key`` names them in the
+    warning about the others."""
+    given = frozenset(ids)
+    found = frozenset(token_id for token_id in given if 0 <= token_id < count)
+    for token_id in sorted(given - found):
+        warn_once(f"{key} is {token_id}, the vocabulary has {count} entries: it counts as absent")
+    return found

@@ -1,5 +1,5 @@
 """Matrices that a Hugging Face folder stores in 8 or 4 bits: FP8, GPTQ and AWQ. Reading of
-config.json is in ``checkpoints/hf/quantisation_config.py``.
+config.json is in ``checkpoints/hf/config.py``.
 
 A weight is ``[outputs, inputs]`` here, in any stored layout::
 

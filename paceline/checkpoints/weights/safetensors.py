@@ -13,7 +13,7 @@ Source: the format section of the safetensors README.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,6 +57,16 @@ class SafetensorsEntry:
     # first byte, counted from the start of the file
     start: int
     num_bytes: int
+
+    def part(self, rows: slice) -> SafetensorsEntry:
+        """Return some rows of the tensor."""
+        row_bytes, count = self.num_bytes // self.shape[0], rows.stop - rows.start
+        return replace(
+            self,
+            shape=(count, *self.shape[1:]),
+            start=self.start + rows.start * row_bytes,
+            num_bytes=count * row_bytes,
+        )
 
 
 def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:

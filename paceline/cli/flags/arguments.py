@@ -53,6 +53,17 @@ class _HelpFormatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in _fitting(text, width - len(indent)))
 
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        parse = getattr(action.type, "__qualname__", "").partition(".")[0]
+        return _METAVARS.get(parse) or super()._get_default_metavar_for_optional(action)
+
+
+# by the parser of a flag's value: what its help calls the value, where it says nothing else
+_METAVARS: Final = {
+    "Path": "FILE", "bounded_int": "N", "byte_count": "SIZE", "int": "N", "json_object": "JSON",
+    "memory_size": "SIZE", "rate": "RATE", "size_with_unit": "SIZE",
+}  # fmt: skip
+
 
 def _fitting(text: str, width: int) -> Iterator[str]:
     for is_prose, part in groupby(text.splitlines(), key=lambda line: line[:1] not in ("", " ")):

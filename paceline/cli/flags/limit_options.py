@@ -46,20 +46,17 @@ def add_limit_options(parser: Parser) -> None:
     group.add_argument(
         "--rate-limit-requests",
         type=rate,
-        metavar="RATE",
         help="requests (default: no limit)",
     )
     group.add_argument(
         "--rate-limit-tokens",
         type=rate,
-        metavar="RATE",
         help="prompt and output tokens; max_tokens are reserved, and what was not generated is "
         "given back (default: no limit)",
     )
     group.add_argument(
         "--max-concurrent-per-key",
         type=bounded_int(1, 1_000_000),
-        metavar="N",
         help="generation requests at once (default: no limit)",
     )
     group.add_argument(
@@ -72,31 +69,26 @@ def add_limit_options(parser: Parser) -> None:
     bounds.add_argument(
         "--max-header-size",
         type=size_with_unit,
-        metavar="SIZE",
         help="of a request's line and headers together, at least 1KiB (default 64KiB)",
     )
     bounds.add_argument(
         "--max-headers",
         type=bounded_int(8, 100_000),
-        metavar="N",
         help="of one request (default 128)",
     )
     bounds.add_argument(
         "--max-json-depth",
         type=bounded_int(1, 64),
-        metavar="N",
         help="lists and objects inside one another (default 64)",
     )
     bounds.add_argument(
         "--max-json-items",
         type=bounded_int(16, 2**31),
-        metavar="N",
         help="entries of all lists and objects of a body together (default 500000)",
     )
     bounds.add_argument(
         "--max-connections",
         type=bounded_int(1, 1_000_000),
-        metavar="N",
         help="sockets open at once, fewer if the system allows fewer open files (default 4096)",
     )
     bounds.add_argument(
@@ -150,7 +142,6 @@ def add_limit_options(parser: Parser) -> None:
         "--timeline-history",
         type=size_with_unit,
         default=8 * 2**20,
-        metavar="SIZE",
         help="memory for the steps that the page's timeline can go back to: some ten minutes of a "
         "busy engine, hours of a quiet one (default 8MiB)",
     )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from paceline.backends.machine.topology import format_list, parse_list
 from paceline.cli.flags.arguments import (
@@ -28,6 +32,7 @@ __all__ = [
     "add_admission_options",
     "add_engine_options",
     "add_model_argument",
+    "download_progress",
     "engine_settings",
     "resolve_path",
 ]
@@ -147,7 +152,6 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "--packed-cache",
         type=size_with_unit,
         default=default.load.packed_cache_bytes,
-        metavar="SIZE",
         help="with native compute, keep weights as they are packed in the cache folder, at most so "
         "much (such as 20GiB) of all models: the next start reads them instead of packing "
         "(docs/use/models.md; default: none)",
@@ -162,14 +166,12 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     group.add_argument(
         "--max-model-len",
         type=bounded_int(1),
-        metavar="N",
         help="prompt + output tokens of one request; default: as long as the model and the KV "
         "cache allow",
     )
     group.add_argument(
         "--threads",
         type=bounded_int(1),
-        metavar="N",
         help="processor threads for the model; default: one for each core that this process may "
         "use, on one socket (--numa)",
     )
@@ -221,18 +223,14 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "--block-size",
         type=bounded_int(1),
         default=default.load.block_size,
-        metavar="N",
         help=f"tokens per block (default {default.load.block_size})",
     )
     group.add_argument(
         "--num-blocks",
         type=bounded_int(1),
-        metavar="N",
         help="blocks in the pool; or give --kv-cache-memory; default: sized from free memory",
     )
-    group.add_argument(
-        "--kv-cache-memory", type=memory_size, metavar="SIZE", help="such as 512MiB, or 2 for 2GiB"
-    )
+    group.add_argument("--kv-cache-memory", type=memory_size, help="such as 512MiB, or 2 for 2GiB")
     group.add_argument(
         "--no-enable-prefix-caching",
         dest="enable_prefix_caching",
@@ -242,7 +240,6 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
     group.add_argument(
         "--prefix-cache-memory",
         type=memory_size,
-        metavar="SIZE",
         help="what cached prefixes that no request uses may hold before the oldest makes room for "
         "new ones, rather than memory that the KV cache has not used yet; default: as much as the "
         "model's files, at least 256MiB; on GPUs, whose memory is taken at once, all of the cache",
@@ -257,7 +254,6 @@ def resolve_path(model: str, *, refresh: bool = False) -> tuple[str, str]:
     Raises CheckpointError or UnknownModelError that says what to do next.
     """
     from paceline.checkpoints.hub.resolve import resolve_model
-    from paceline.cli.terminal.progress import download_progress
 
     with download_progress() as progress:
         resolved = resolve_model(model, cache_dir=None, refresh=refresh, progress=progress)
@@ -317,3 +313,36 @@ def engine_settings(
         log_level=log_level,
         log_format=log_format,
     )
+
+
+@contextmanager
+def download_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a ``checkpoints.hub.pip_models.Progress`` that draws one bar per stage on a terminal,
+    and prints each stage's name once elsewhere. Draws nothing when it is never called."""
+    bar: Any = None
+    stage_shown = ""
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal bar, stage_shown
+        if stage != stage_shown:
+            stage_shown = stage
+            if bar is not None:
+                bar.close()
+                bar = None
+            if not sys.stderr.isatty():
+                size = f" {total / 1e6:.0f} MB" if total else ""
+                print(f"paceline: {stage}{size}", file=sys.stderr, flush=True)
+            else:
+                from tqdm import tqdm
+
+                bar = tqdm(
+                    total=total or None, desc=stage, unit="B", unit_scale=True, file=sys.stderr
+                )
+        if bar is not None:
+            bar.update(done - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()

@@ -45,7 +45,8 @@ class Flag:
     # parser of the value; with neither this nor ``choices``: --name and --no-name
     parse: Callable[[str], Any] | None = None
     choices: Callable[[], Sequence[str]] | None = None
-    metavar: str = "N"
+    # name of the value in the help; None: by the parser
+    metavar: str | None = None
     # units of the flag in one unit of the setting
     scale: float = 1.0
     # whether 0 stands for None
@@ -200,7 +201,6 @@ SCHEDULING: Final = (
         name="--swap-space",
         field="swap_bytes",
         parse=memory_size,
-        metavar="SIZE",
         help="host memory for swapped KV blocks, in GiB if no unit follows; default: half the KV "
         "cache's size, taken as it is used; on CUDA 4GiB at most, pinned at once",
     ),
@@ -228,7 +228,6 @@ SCHEDULING: Final = (
         name="--speculative-config",
         field="speculative_config",
         parse=json_object,
-        metavar="JSON",
         help="guess next tokens and verify several in one step, for as long as few requests run: "
         '{"method": "auto"} (with "finished_answers_bytes": 0 none from earlier answers of the '
         'same tenant), or {"method": "ngram", "num_speculative_tokens": 5, '

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, size_with_unit
 from paceline.cli.flags.options import LOG_LEVELS
 from paceline.core.slo import Slo
 from paceline.errors import InvalidRequestError
 
-__all__ = ["RESTART_WINDOW", "add_server_options", "slo_class"]
+if TYPE_CHECKING:
+    from paceline.server.settings.config import BatchConfig
+
+__all__ = ["RESTART_WINDOW", "add_batch_options", "add_server_options", "batch_config", "slo_class"]
 
 # period in which --max-engine-restarts counts, s
 RESTART_WINDOW: Final = 300.0
@@ -30,26 +34,22 @@ def add_server_options(parser: Parser) -> None:
         "--port",
         type=bounded_int(0, 65535),
         default=8000,
-        metavar="N",
         help="0 takes a free one (default 8000)",
     )
     group.add_argument(
         "--ssl-certfile",
         type=Path,
-        metavar="FILE",
         help="serve HTTPS with this PEM certificate, its chain behind it; read at start "
         "(default: plain HTTP)",
     )
     group.add_argument(
         "--ssl-keyfile",
         type=Path,
-        metavar="FILE",
         help="the certificate's private key, not encrypted; default: it is in --ssl-certfile",
     )
     group.add_argument(
         "--metrics-port",
         type=bounded_int(0, 65535),
-        metavar="N",
         help="serve /metrics on a port of its own too, from a thread of its own: before the "
         "streams of a busy server, and without a key; default: only on --port",
     )
@@ -86,7 +86,6 @@ def add_server_options(parser: Parser) -> None:
         "--max-engine-restarts",
         type=bounded_int(0),
         default=5,
-        metavar="N",
         help=f"an engine that dies is replaced; after N times within {RESTART_WINDOW:g} s the "
         "server gives up and exits; 0: the first death ends it (default 5)",
     )
@@ -102,7 +101,6 @@ def add_server_options(parser: Parser) -> None:
         "--max-body-size",
         type=size_with_unit,
         default=8 * 2**20,
-        metavar="SIZE",
         help="a longer request body is refused (default 8MiB)",
     )
     group.add_argument(
@@ -120,7 +118,6 @@ def add_server_options(parser: Parser) -> None:
         "--max-logprobs",
         type=int,
         default=20,
-        metavar="N",
         help="tokens whose log-probabilities a request may ask for at each place; -1: all of the "
         "vocabulary, up to 64 MiB an answer (default 20)",
     )
@@ -144,7 +141,6 @@ def add_server_options(parser: Parser) -> None:
     group.add_argument(
         "--api-key-file",
         type=Path,
-        metavar="FILE",
         help="who may ask: a line per key, NAME SCOPE SHA256, scope user or admin (which /metrics "
         "wants), then limits of its own if any. The environment variable PACELINE_API_KEY is one "
         "more key, of scope admin",
@@ -200,7 +196,6 @@ def add_server_options(parser: Parser) -> None:
         "--metrics-tenants",
         type=bounded_int(0),
         default=0,
-        metavar="N",
         help="tenants that metrics tell apart by the names that callers give, beside those with "
         "keys: the first that ask; later ones are counted together (default 0)",
     )
@@ -236,3 +231,61 @@ def slo_class(text: str) -> Slo:
         return Slo(slo_class=name, best_effort=best_effort, **seconds)
     except InvalidRequestError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+OFF = "off"
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("files and batches")
+    group.add_argument(
+        "--batch-dir",
+        metavar="FOLDER",
+        help="where files and batches are kept, one server at a time; off: nowhere; default: "
+        "paceline/batches/PORT under $XDG_STATE_HOME (~/.local/state), made when first used",
+    )
+    group.add_argument(
+        "--max-file-size",
+        type=size_with_unit,
+        default=200 * 2**20,
+        help="a larger file is refused with 413 (default 200MiB)",
+    )
+    group.add_argument(
+        "--batch-storage",
+        type=size_with_unit,
+        default=10 * 2**30,
+        help="all files and answers together; beyond that uploads are refused with 413 and batches "
+        "pause (default 10GiB)",
+    )
+    group.add_argument(
+        "--max-batch-requests",
+        type=bounded_int(1),
+        default=50_000,
+        help="a batch of more requests fails (default 50000)",
+    )
+    group.add_argument(
+        "--batch-concurrency",
+        type=bounded_int(1),
+        help="requests of batches given to the engine at once; default: half of --max-num-seqs",
+    )
+
+
+def batch_config(args: argparse.Namespace, port: int) -> BatchConfig | None:
+    """Return the settings of a server that listens on ``port``; None: batches are off."""
+    from paceline.server.settings.config import BatchConfig
+
+    if args.batch_dir == OFF:
+        return None
+    if args.batch_dir is not None:
+        folder = Path(args.batch_dir).absolute()
+    else:
+        state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        folder = Path(state) / "paceline" / "batches" / str(port)
+    return BatchConfig(
+        folder=folder,
+        required=args.batch_dir is not None,
+        max_file_bytes=args.max_file_size,
+        max_bytes=args.batch_storage,
+        max_requests=args.max_batch_requests,
+        concurrency=args.batch_concurrency,
+    )

@@ -1,15 +1,22 @@
-"""``paceline list``: list the downloaded models."""
+"""``paceline list``: the downloaded models, aliases in our cache folder and hub models in Hugging
+Face's.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.terminal.table import table
+from paceline.errors import CheckpointError
 
-__all__ = ["add_parser"]
+__all__ = ["LocalModel", "add_parser", "find", "local_models"]
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -24,8 +31,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from paceline.cli.models.local_models import local_models
-
     rows = [("NAME", "SIZE", "MODIFIED", "FOLDER")]
     for model in local_models():
         if args.json:
@@ -36,3 +41,58 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(table(rows))
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """One model, by the name that ``paceline serve`` takes."""
+
+    name: str
+    size: int
+    # unix time of its last change
+    modified: float
+    # folder that holds only this model
+    folder: Path
+
+    def remove(self) -> None:
+        """Delete the folder. Raises CheckpointError."""
+        try:
+            shutil.rmtree(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be removed: {error.strerror}") from error
+
+
+def local_models() -> Iterator[LocalModel]:
+    """Yield aliases, then hub models. Models in folders of the user's own are not known here."""
+    from paceline.checkpoints.hub.catalogue import ALIASES
+    from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
+
+    for name in ALIASES:
+        path = find_local(name, default_cache_dir())
+        if path is not None:
+            stat = path.stat()
+            yield LocalModel(name, stat.st_size, stat.st_mtime, path.parent)
+    yield from sorted(_hub_models(), key=lambda model: model.name)
+
+
+def find(name: str) -> LocalModel:
+    """Return a model by name. Raises CheckpointError that lists the known ones."""
+    models = {model.name: model for model in local_models()}
+    if name not in models:
+        there = f"there are {', '.join(models)}" if models else "there is none"
+        raise CheckpointError(f"no model {name!r} was downloaded; {there}")
+    return models[name]
+
+
+def _hub_models() -> Iterator[LocalModel]:
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return
+    for repo in repos:
+        if repo.repo_type == "model":
+            folder = Path(repo.repo_path)
+            yield LocalModel(repo.repo_id, repo.size_on_disk, repo.last_modified, folder)

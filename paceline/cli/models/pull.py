@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> int:
-    from paceline.checkpoints.hub.aliases import ALIASES
     from paceline.checkpoints.hub.cache import HubCache
-    from paceline.checkpoints.hub.catalogue import catalogue
+    from paceline.checkpoints.hub.catalogue import ALIASES, catalogue
     from paceline.checkpoints.hub.names import parse_hub_name
     from paceline.checkpoints.hub.resolve import find_local
 

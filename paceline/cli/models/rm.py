@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from paceline.cli.models.local_models import find
+    from paceline.cli.models.list import find
 
     # all models must be found before one is removed
     for model in [find(name) for name in dict.fromkeys(args.model)]:

@@ -3,20 +3,71 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int
 from paceline.cli.flags.options import add_engine_options, add_model_argument, engine_settings
-from paceline.cli.offline.chat_commands import HELP, HINT, Command, parse
 from paceline.errors import NeverFitsError, RequestError, RequestFailedError
 
 if TYPE_CHECKING:
     from paceline.engine.protocol import EngineClient
 
-__all__ = ["AnswerStats", "Conversation", "add_options", "add_parser", "run"]
+__all__ = [
+    "HELP",
+    "HINT",
+    "AnswerStats",
+    "Command",
+    "Conversation",
+    "add_options",
+    "add_parser",
+    "parse",
+    "run",
+]
+
+HINT: Final = "Type a message; /help lists the commands, /exit or Ctrl-D leaves."
+HELP: Final = """\
+/help               this list
+/reset              forget what was said
+/retry              answer the last message once more
+/system TEXT        tell the model TEXT first, from the next answer on; without TEXT: nothing
+/temperature T      0 always takes the likeliest token
+/exit, /bye         leave (Ctrl-D too); Ctrl-C stops an answer
+//...               a message that begins with a slash"""
+
+Name = Literal["help", "reset", "retry", "system", "temperature", "exit"]
+_NAMES: Final[dict[str, Name]] = {
+    "/help": "help", "/?": "help", "/reset": "reset", "/clear": "reset", "/retry": "retry",
+    "/system": "system", "/temperature": "temperature", "/exit": "exit", "/bye": "exit",
+    "/quit": "exit",
+}  # fmt: skip
+# a path is not a command: it has another slash
+_LOOKS_LIKE_ONE: Final = re.compile(r"/[A-Za-z?-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and its argument."""
+
+    # None: an unknown command
+    name: Name | None
+    # first word of the line, as typed
+    word: str
+    rest: str
+
+
+def parse(line: str) -> Command | str:
+    """Parse a line into a command; return it unchanged if it is a message."""
+    if line.startswith("//"):
+        return line[1:]
+    word, _, rest = line.partition(" ")
+    if word in _NAMES:
+        return Command(_NAMES[word], word, rest.strip())
+    return Command(None, word, rest.strip()) if _LOOKS_LIKE_ONE.fullmatch(word) else line
+
 
 _EPILOG = """\
 examples:
@@ -56,7 +107,6 @@ def add_options(parser: Parser) -> None:
         "--max-tokens",
         type=bounded_int(1),
         default=512,
-        metavar="N",
         help="tokens of one answer at most (default 512)",
     )
     group.add_argument(
@@ -80,7 +130,6 @@ def add_options(parser: Parser) -> None:
     group.add_argument(
         "--seed",
         type=bounded_int(-(2**62), 2**62),
-        metavar="N",
         help="repeat the same answers; default: different ones every time",
     )
     add_engine_options(parser, scheduling=False)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from paceline.cli.flags.arguments import Parser, bounded_int
 from paceline.cli.flags.options import add_engine_options, add_model_argument, engine_settings
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.server.batches.lines import Answer, BatchLine
     from paceline.server.generation.service import Service
 
-__all__ = ["Tally", "add_parser", "answer_all"]
+__all__ = ["Tally", "add_parser", "answer_all", "arriving_lines"]
 
 _EPILOG = """\
 an input line is one of:
@@ -70,7 +72,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--max-tokens",
         type=bounded_int(1),
-        metavar="N",
         help="for lines that do not say; default: the endpoint's own",
     )
     add_model_argument(parser, positional=False)
@@ -243,7 +244,6 @@ async def _each(
 
 async def _arriving(source: BinaryIO, urls: Collection[str]) -> AsyncGenerator[BatchLine, None]:
     """Yield the lines of a pipe or a terminal of which nothing was read before."""
-    from paceline.cli.offline.arriving import arriving_lines
     from paceline.server.batches.lines import LineReader
 
     reader = LineReader(urls)
@@ -315,3 +315,48 @@ def _open_input(name: str, output: str | None) -> Iterator[tuple[BinaryIO, int |
             total = sum(1 for line in file if line.strip())
             file.seek(0)
         yield file, total
+
+
+_PIECE: Final = 64 * 1024
+
+
+async def arriving_lines(file: int) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of an open file, without their ends, each as soon as it is complete.
+
+    Args:
+        file: a descriptor that has no other reader; stays open.
+    """
+    # parts of the line that is not complete
+    parts: list[bytes] = []
+    while data := await _read(file):
+        *ends, rest = data.split(b"\n")
+        if ends:
+            parts.append(ends[0])
+            yield b"".join(parts)
+            for line in ends[1:]:
+                yield line
+            parts = []
+        parts.append(rest)
+    if last := b"".join(parts):
+        yield last
+
+
+async def _read(file: int) -> bytes:
+    """Wait for data and return it; empty at the end of the file."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+    try:
+        loop.add_reader(file, _tell, readable)
+    except PermissionError:
+        # a file on a disk cannot be watched, and is always readable
+        return os.read(file, _PIECE)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(file)
+    return os.read(file, _PIECE)
+
+
+def _tell(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags.arguments import Parser
-from paceline.cli.flags.batch_options import add_batch_options, batch_config
 from paceline.cli.flags.explicit_flags import given_flags
 from paceline.cli.flags.limit_options import add_limit_options, limit_settings
 from paceline.cli.flags.options import (
@@ -27,7 +26,12 @@ from paceline.cli.flags.options import (
     engine_settings,
 )
 from paceline.cli.flags.scheduling_options import ignored_flags
-from paceline.cli.flags.server_options import RESTART_WINDOW, add_server_options
+from paceline.cli.flags.server_options import (
+    RESTART_WINDOW,
+    add_batch_options,
+    add_server_options,
+    batch_config,
+)
 from paceline.core.pooling import EMBED
 from paceline.errors import ConfigError, PacelineError
 
@@ -222,8 +226,7 @@ async def _serve(
     import asyncio
 
     from paceline.cli.flags.settings import ENGINE_PROCESS
-    from paceline.cli.serve.heap import trim_heap
-    from paceline.cli.serve.startup import Stages, process_age
+    from paceline.cli.serve.startup import Stages, process_age, trim_heap
     from paceline.cli.wiring import build_tokenizer
     from paceline.engine.process.client import ProcessEngineClient
     from paceline.engine.process.garbage import uncollected

@@ -60,13 +60,11 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         help="default: the recorded engine's, else 2048",
     )
     parser.add_argument("--router", default="least-outstanding", metavar="NAME")
-    parser.add_argument(
-        "--most", type=bounded_int(1), default=64, metavar="N", help="replicas (default 64)"
-    )
+    parser.add_argument("--most", type=bounded_int(1), default=64, help="replicas (default 64)")
     parser.add_argument(
         "--price-per-hour", metavar="P[,P]", help="of one GPU of each --hardware, in order"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload")
+    parser.add_argument("--seed", type=int, default=0, help="of the workload")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     parser.set_defaults(run=_run_fleet)
 
@@ -76,7 +74,6 @@ def add_model_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-shape",
         type=Path,
-        metavar="FILE",
         help="shapes of models that are not known: a checkpoint's config.json, or entries as in "
         "paceline/sim/step_times/models.json",
     )

@@ -72,14 +72,13 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--model-shape",
         type=Path,
-        metavar="FILE",
         help="shapes of models that are not known: a checkpoint's config.json, or entries as in "
         "paceline/sim/step_times/models.json",
     )
     parser.add_argument(
         "--policy", default=None, metavar="NAME[,NAME...]", help="compared side by side"
     )
-    parser.add_argument("--replicas", type=bounded_int(1), default=1, metavar="N", help="default 1")
+    parser.add_argument("--replicas", type=bounded_int(1), default=1, help="default 1")
     parser.add_argument(
         "--router",
         default="least-outstanding",
@@ -90,7 +89,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--decode-replicas",
         type=bounded_int(1),
-        metavar="N",
         help="so many more take requests over after their first token (disaggregation)",
     )
     parser.add_argument(
@@ -105,14 +103,13 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "engine (default: the recorded one's, else paceline serve's, without --swap-space)"
     )
     add_flags(group, _FLAGS, None)
-    group.add_argument("--max-model-len", type=bounded_int(1), metavar="N")
-    group.add_argument("--num-blocks", type=bounded_int(1), metavar="N", help="of the KV cache")
-    group.add_argument("--block-size", type=bounded_int(1), metavar="N", help="tokens per KV block")
+    group.add_argument("--max-model-len", type=bounded_int(1))
+    group.add_argument("--num-blocks", type=bounded_int(1), help="of the KV cache")
+    group.add_argument("--block-size", type=bounded_int(1), help="tokens per KV block")
     group.add_argument("--no-enable-prefix-caching", action="store_true")
     group.add_argument(
         "--max-tokens",
         type=bounded_int(1),
-        metavar="N",
         help="what callers ask for where outputs end by themselves; default: what they will get",
     )
     group.add_argument(
@@ -123,10 +120,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="how often a guessed token is right, those before it in the row being right: as many "
         "are guessed at most, as --speculative-config says (default: none)",
     )
-    parser.add_argument("--seed", type=bounded_int(0), default=0, metavar="N", help="default 0")
-    parser.add_argument(
-        "--jobs", type=bounded_int(1), default=1, metavar="N", help="simulations at once"
-    )
+    parser.add_argument("--seed", type=bounded_int(0), default=0, help="default 0")
+    parser.add_argument("--jobs", type=bounded_int(1), default=1, help="simulations at once")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     group = parser.add_argument_group("reports")
     group.add_argument(
@@ -147,20 +142,17 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--plot",
         type=Path,
-        metavar="FILE",
         help="png, svg or pdf: distributions of TTFT, TPOT and E2E; with several loads, goodput "
         "against rate",
     )
     group.add_argument(
         "--html",
         type=Path,
-        metavar="FILE",
         help="one page with the table and, without matplotlib, the same plots",
     )
     group.add_argument(
         "--timeline",
         type=Path,
-        metavar="FILE",
         help="every step, for Perfetto or chrome://tracing; of one simulation only. A name that "
         "ends in .gz gets what 'paceline trace' saves of a server: requests by lane and counters "
         "too, of one replica",

@@ -72,7 +72,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--concurrency",
         type=bounded_int(1, 100_000),
-        metavar="N",
         help="so many at once, the next when one has ended (closed loop)",
     )
     group.add_argument(
@@ -87,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="coefficient of variation of bursty gaps (default 3)",
     )
     group.add_argument(
-        "--num-requests", type=bounded_int(1), metavar="N", help="default 100, or the whole trace"
+        "--num-requests", type=bounded_int(1), help="default 100, or the whole trace"
     )
     group.add_argument(
         "--duration",
@@ -112,7 +111,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--prompts",
         type=Path,
-        metavar="FILE",
         help="JSON lines with prompt or messages, and other fields of a request such as max_tokens "
         "or temperature if need be, taken in turn",
     )
@@ -139,13 +137,10 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--seed",
         type=bounded_int(0),
         default=0,
-        metavar="N",
         help="of times, lengths and prompts; a server may still have those of an earlier run with "
         "the same seed in its prefix cache (default 0)",
     )
-    group.add_argument(
-        "--warmup", type=bounded_int(0), default=0, metavar="N", help="requests before the run"
-    )
+    group.add_argument("--warmup", type=bounded_int(0), default=0, help="requests before the run")
     group.add_argument(
         "--timeout",
         type=bounded_float(1e-3, 86_400.0),
@@ -157,10 +152,9 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--output",
         type=Path,
-        metavar="FILE",
         help="JSON with every request's times, this machine and the settings",
     )
-    group.add_argument("--html", type=Path, metavar="FILE", help="one page with plots")
+    group.add_argument("--html", type=Path, help="one page with plots")
     parser.set_defaults(run=run)
 
 

@@ -184,7 +184,7 @@ def _model(name: str) -> Finding:
     from paceline.backends.loading.formats import choose_formats
     from paceline.backends.machine.cpu import available_memory
     from paceline.checkpoints.gguf.shards import gguf_files
-    from paceline.checkpoints.hub.aliases import ALIASES
+    from paceline.checkpoints.hub.catalogue import ALIASES
     from paceline.checkpoints.hub.resolve import default_cache_dir, find_local, resolve_model
     from paceline.checkpoints.open import open_checkpoint
 

@@ -54,14 +54,13 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--output",
         type=Path,
         default=Path("paceline-trace.json.gz"),
-        metavar="FILE",
         help="where to; compressed if it ends in .gz (default paceline-trace.json.gz)",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from paceline.cli.watch.top.scrape import fetch
+    from paceline.cli.watch.top.watch import fetch
     from paceline.timeline.chrome import trace_of, write_trace
 
     url = args.address if "://" in args.address else f"http://{args.address}"

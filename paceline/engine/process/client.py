@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 import zmq
 
-from paceline.engine.process.frontend import EngineFrontend
+from paceline.engine.process.frontend import EngineFrontend, happens_within
 from paceline.engine.process.in_flight import read_in_flight
 from paceline.engine.process.messages import (
     IPC,
@@ -34,7 +34,6 @@ from paceline.engine.process.messages import (
     decode_engine_message,
     encode,
 )
-from paceline.engine.process.waiting import happens_within
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.errors import ConfigError, EngineDeadError

@@ -29,7 +29,6 @@ from paceline.engine.process.messages import (
     Refused,
     TimelineNews,
 )
-from paceline.engine.process.waiting import happens_within
 from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.text.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.types import (
@@ -42,7 +41,7 @@ from paceline.engine.types import (
 )
 from paceline.errors import EngineDeadError, EngineDrainingError, InvalidRequestError
 
-__all__ = ["EngineFrontend"]
+__all__ = ["EngineFrontend", "happens_within"]
 
 # outputs that a stream holds before it merges them
 _UNREAD: Final = 32
@@ -322,3 +321,13 @@ class EngineFrontend(abc.ABC):
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
+
+
+async def happens_within(event: asyncio.Event, timeout: float) -> bool:
+    """Whether ``event`` is set within ``timeout`` seconds; returns as soon as it is."""
+    try:
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

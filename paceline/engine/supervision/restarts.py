@@ -1,14 +1,19 @@
-"""Limit on restarts of the engine, and the wait before each.
+"""Detection of engines that stand still, their end, and the limit on restarts.
 
-This module does not know engines, nor the clock.
+This module does not know requests. ``Restarts`` does not know engines, nor the clock.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
 
-__all__ = ["Restarts"]
+from paceline.errors import EngineDeadError
+
+__all__ = ["Restarts", "Watched", "watch"]
 
 # seconds to wait before the second restart of a window; doubled for each later one
 _BACKOFF: Final = 0.25
@@ -52,3 +57,58 @@ class Restarts:
     def __len__(self) -> int:
         """Return the number of restarts that were recent at the last ``take``."""
         return len(self._times)
+
+
+# seconds between checks of the engine
+_LOOK: Final = 0.25
+# seconds after which a process that the operating system has stopped counts as lost
+_HALTED: Final = 1.0
+
+
+class Watched(Protocol):
+    """An engine's client, as far as the watchdog needs it."""
+
+    @property
+    def is_stopped(self) -> bool: ...
+
+    def check_health(self) -> None: ...
+
+    def forgive(self, seconds: float) -> None: ...
+
+
+_W = TypeVar("_W", bound=Watched)
+
+
+async def watch(current: Callable[[], _W | None], end: Callable[[_W, str, str], None]) -> None:
+    """Check the present engine until cancelled. Time in which this process itself stood still
+    (suspended, starved) does not count.
+
+    Args:
+        current: returns the engine, if there is one.
+        end: ends it; arguments are the kind of failure ("stopped", "stalled") and the reason.
+    """
+    halted_since: float | None = None
+    before = time.monotonic()
+    while True:
+        await asyncio.sleep(_LOOK)
+        now = time.monotonic()
+        overslept = now - before - _LOOK
+        before = now
+        client = current()
+        if client is None:
+            halted_since = None
+            continue
+        if overslept > _LOOK:
+            client.forgive(overslept)
+            halted_since = None
+        if not client.is_stopped:
+            halted_since = None
+        elif halted_since is None:
+            halted_since = now
+        elif now - halted_since >= _HALTED:
+            end(client, "stopped", f"the engine process was stopped for {_HALTED:g} s")
+            continue
+        try:
+            client.check_health()
+        except EngineDeadError as error:
+            end(client, "stalled", str(error))

@@ -1,17 +1,37 @@
-"""A supervisor's records of engines and requests, and its output for requests without engine."""
+"""A supervisor's records of engines and requests: its output for requests without engine, and the
+statistics of several engines in succession, summed as if they were one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
+
+import msgspec
 
 from paceline.engine.fanout import open_choices
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.quarantine import Place, Suspect
-from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
+from paceline.engine.types import (
+    ChoiceDelta,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    SchedulerStats,
+)
 
-__all__ = ["Aborted", "Call", "Counts", "Engine", "aborted_output", "fail_wait"]
+__all__ = [
+    "COUNTERS",
+    "Aborted",
+    "Call",
+    "Counts",
+    "Engine",
+    "aborted_output",
+    "added",
+    "fail_wait",
+]
 
 
 class Aborted(Exception):
@@ -77,3 +97,26 @@ def aborted_output(request: GenerationRequest) -> GenerationOutput:
         finished=True,
         times=None if resume is None else resume.times,
     )
+
+
+# the fields of SchedulerStats that add up; the others are present values
+COUNTERS: Final = tuple(f.name for f in fields(SchedulerStats) if f.metadata.get("counts"))
+
+
+def added(before: EngineStats, now: EngineStats) -> EngineStats:
+    """Return ``now`` with its counters continuing those of ``before``, so that none ever falls."""
+    old, new = before.scheduler, now.scheduler
+    totals = {name: _sum(getattr(old, name), getattr(new, name)) for name in COUNTERS}
+    return msgspec.structs.replace(
+        now, num_steps=before.num_steps + now.num_steps, scheduler=replace(new, **totals)
+    )
+
+
+def _sum(before: Any, now: Any) -> Any:
+    """Add two numbers, or numbers by name."""
+    if not isinstance(now, tuple):
+        return before + now
+    total = dict(before)
+    for name, count in now:
+        total[name] = total.get(name, 0) + count
+    return tuple(total.items())

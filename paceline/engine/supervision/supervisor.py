@@ -29,20 +29,19 @@ from typing import Final
 import msgspec
 
 from paceline.engine.process.client import ProcessEngineClient
-from paceline.engine.process.waiting import happens_within
+from paceline.engine.process.frontend import happens_within
 from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.supervision.quarantine import Place, Quarantine, Suspect, find_guilty
-from paceline.engine.supervision.restarts import Restarts
+from paceline.engine.supervision.restarts import Restarts, watch
 from paceline.engine.supervision.supervised import (
     Aborted,
     Call,
     Counts,
     Engine,
     aborted_output,
+    added,
     fail_wait,
 )
-from paceline.engine.supervision.totals import added
-from paceline.engine.supervision.watchdog import watch
 from paceline.engine.types import (
     EngineFaults,
     EngineInfo,

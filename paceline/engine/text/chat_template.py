@@ -21,7 +21,7 @@ __all__ = ["KNOWN_TEMPLATES", "RESERVED_NAMES", "ChatTemplate", "Renderer"]
 
 # SHA-256 of templates that take time and memory in proportion to their output, for any input: they
 # were read, and are rendered in this process. They belong to the models that
-# ``checkpoints.hub.aliases`` names
+# ``checkpoints.hub.catalogue`` names
 KNOWN_TEMPLATES: Final = frozenset(
     (
         # SmolLM2-135M-Instruct

@@ -3,7 +3,7 @@
 Chat templates come with checkpoints, and callers may send their own, so a template is treated as
 hostile code. Jinja's immutable sandbox keeps it from attributes that lead to the interpreter; in
 addition, methods of strings, lists and dicts, filters and globals are allow-lists here, and all
-values of a template print without memory addresses (``template_values``).
+values of a template print without memory addresses.
 
 Time and memory are not bounded here: ``template_process`` runs this in a process that the kernel
 limits. Only templates that the package knows are rendered without it.
@@ -14,9 +14,10 @@ This module does not know what a chat is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache, wraps
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any, Final, NoReturn
 
 from jinja2 import Template, nodes, pass_context
@@ -28,10 +29,77 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefine
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from paceline.engine.text.template_values import NamedCallable, printable
 from paceline.errors import InvalidRequestError
 
-__all__ = ["MAX_PROMPT_CHARS", "MAX_TEMPLATE_CHARS", "RendersHere", "render_template"]
+__all__ = [
+    "MAX_PROMPT_CHARS",
+    "MAX_TEMPLATE_CHARS",
+    "NamedCallable",
+    "RendersHere",
+    "printable",
+    "render_template",
+]
+
+
+class NamedCallable:
+    """A function or bound method that prints as its name.
+
+    Python prints functions, methods and generators with their addresses. A caller who sends a
+    template could read them from the prompt or an error, and an address is half of an exploit of a
+    bug elsewhere. Filtering the text would not help: a template can take text apart. So no value
+    whose text holds an address ever reaches one.
+
+    ``__wrapped__`` is the innermost function, as ``functools.wraps`` leaves it, so that code that
+    checks calls sees the function called.
+    """
+
+    __slots__ = ("__name__", "__wrapped__", "_function")
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        self._function = function
+        self.__wrapped__ = getattr(function, "__wrapped__", function)
+        self.__name__ = name or getattr(function, "__name__", "function")
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<function {self.__name__}>"
+
+
+class _Lazy(Iterator[Any]):
+    """An iterator that prints as ``<iterator>``."""
+
+    __slots__ = ("_iterator",)
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def __repr__(self) -> str:
+        return "<iterator>"
+
+
+class _Block(BlockReference):
+    def __repr__(self) -> str:
+        return f"<Block {self.name!r}>"
+
+
+def printable(value: Any) -> Any:
+    """Return ``value``, or its wrapper. Of plain data only the type is checked."""
+    if value is None or isinstance(value, (str, int, float, list, dict, tuple, NamedCallable)):
+        return value
+    if isinstance(value, (BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType)):
+        return NamedCallable(value)
+    if isinstance(value, BlockReference):
+        return _Block(value.name, value._context, value._stack, value._depth)
+    # jinja's loop object is an iterator with a safe text of its own
+    if isinstance(value, Iterator) and not isinstance(value, (_Lazy, LoopContext)):
+        return _Lazy(value)
+    return value
+
 
 # the longest published template has about 20,000 characters
 MAX_TEMPLATE_CHARS: Final = 200_000

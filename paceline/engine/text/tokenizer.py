@@ -19,12 +19,19 @@ from tokenizers import Encoding, Tokenizer
 from paceline.checkpoints.gguf.container import read_gguf
 from paceline.checkpoints.gguf.shards import gguf_files
 from paceline.checkpoints.gguf.tokenizer import build_tokenizer, tokens_of, twins_of
-from paceline.checkpoints.model.fields import token_ids
+from paceline.checkpoints.model.fields import gguf_special_id, token_ids
 from paceline.checkpoints.model.json_file import read_json_object
-from paceline.checkpoints.model.special_ids import gguf_special_id
 from paceline.engine.text.chat_template import ChatTemplate
-from paceline.engine.text.end_of_turn import end_texts, harmony_ends, has_marks, kinds_of, turn_end
-from paceline.engine.text.folder_tokens import NAMED_TOKENS, add_tokens_of_folder, token_text
+from paceline.engine.text.special_tokens import (
+    NAMED_TOKENS,
+    add_tokens_of_folder,
+    end_texts,
+    harmony_ends,
+    has_marks,
+    kinds_of,
+    token_text,
+    turn_end,
+)
 from paceline.engine.text.template_process import TemplateProcess
 from paceline.errors import CheckpointError, InvalidRequestError
 

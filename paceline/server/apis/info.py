@@ -1,8 +1,10 @@
-"""The endpoints that describe the server, and the tokenizer's two."""
+"""The endpoints that describe the server, and the tokenizer's two with their bodies;
+``llama_cpp.info`` has those of llama-server.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -14,18 +16,50 @@ from paceline.http.errors import HttpError
 from paceline.server.apis.llama_cpp.info import ContentBody, tokens_of_content
 from paceline.server.generation.service import Service
 from paceline.server.observability.metrics.server import CONTENT_TYPE
-from paceline.server.protocol.field_types import check_model
-from paceline.server.protocol.requests import parse_template_options
-from paceline.server.protocol.tokenizing import (
-    DetokenizeBody,
-    TokenizeMessagesBody,
-    TokenizePromptBody,
+from paceline.server.protocol.body import Body
+from paceline.server.protocol.field_types import (
+    MODEL,
+    boolean,
+    check_model,
+    needed,
+    refused,
+    string,
+    token_ids,
 )
+from paceline.server.protocol.generation import TemplateBody
+from paceline.server.protocol.requests import parse_template_options
 from paceline.server.transport.endpoint import JSON_BODY, with_ignored
 from paceline.server.transport.middleware import read_object
 from paceline.server.transport.responses import Routes, encoded
 
-__all__ = ["info_router"]
+__all__ = ["DetokenizeBody", "TokenizeMessagesBody", "TokenizePromptBody", "info_router"]
+
+_WITH_CONTENT: Final = refused(
+    " goes with content; with prompt and messages it is add_special_tokens and return_token_strs",
+    (),
+)
+
+
+class _Tokenize(Body):
+    return_token_strs = boolean(note="not with `content`")
+    add_special = parse_special = with_pieces = _WITH_CONTENT
+
+
+class TokenizePromptBody(_Tokenize):
+    model = MODEL
+    prompt = needed(string(), note="of `prompt`, `messages` and `content` one")
+    add_special_tokens = boolean(True, note="not with `content`; with `messages` false by default")
+
+
+class TokenizeMessagesBody(TemplateBody, _Tokenize):
+    """The fields of a chat body that affect its prompt."""
+
+    add_special_tokens = boolean(note="not with `content`; with `messages` false by default")
+
+
+class DetokenizeBody(Body):
+    model = MODEL
+    tokens = needed(token_ids())
 
 
 def info_router(service: Service) -> Routes:

@@ -1,15 +1,16 @@
-"""The endpoints of Responses, Anthropic's Messages, and token ids in and out."""
+"""The endpoints of OpenAI's chat, completions and Responses, of Messages, and of token ids."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.engine.types import GenerationOutput
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import Reply, error_response
 from paceline.http.shortcut import Shortcut
 from paceline.server.apis.anthropic import (
@@ -19,23 +20,66 @@ from paceline.server.apis.anthropic import (
     messages_events,
     parse_messages_api,
 )
-from paceline.server.apis.responses.items import input_items
+from paceline.server.apis.openai.chat import chat_answer, chat_events
+from paceline.server.apis.openai.completions import completion_answer, completion_events
 from paceline.server.apis.responses.protocol import ResponsesRequest, parse_responses, previous_id
 from paceline.server.apis.responses.serving import (
     cancel_response,
     failed_event,
+    input_items,
     response_answer,
     response_events,
 )
 from paceline.server.apis.token_ids import parse_token_generate, token_answer, token_events
 from paceline.server.generation.service import Service
-from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_headers
-from paceline.server.transport.endpoint import JSON_BODY, Events, generate, respond, with_ignored
+from paceline.server.protocol.requests import parse_chat, parse_completion
+from paceline.server.protocol.targets import named_tenant
+from paceline.server.transport.endpoint import (
+    JSON_BODY,
+    Events,
+    body_of,
+    caller_of,
+    generate,
+    respond,
+    with_ignored,
+)
 from paceline.server.transport.errors import anthropic_error_body
-from paceline.server.transport.middleware import principal_of, read_object, request_id_of, tenant_of
+from paceline.server.transport.middleware import principal_of, request_id_of, tenant_of
 from paceline.server.transport.responses import Handler, Routes, encoded, json_response
 
-__all__ = ["other_apis_router"]
+__all__ = ["generate_router", "other_apis_router"]
+
+# a body that was read already
+_Body: TypeAlias = dict[str, Any] | None
+
+
+def generate_router(service: Service) -> Routes:
+    routes = Routes(service)
+
+    async def chat_completions(request: Request, body: _Body = None) -> Response:
+        return await generate(service, request, parse_chat, chat_events, chat_answer, body=body)
+
+    async def completions(request: Request, body: _Body = None) -> Response:
+        answer, events = completion_answer, completion_events
+        return await generate(service, request, parse_completion, events, answer, body=body)
+
+    async def invocations(request: Request) -> Response:
+        body = await body_of(service, request)
+        if "messages" in body:
+            return await chat_completions(request, body)
+        if "prompt" in body:
+            return await completions(request, body)
+        raise InvalidRequestError(
+            "a body of /invocations holds messages, as /v1/chat/completions, or a prompt, as "
+            "/v1/completions",
+            "messages",
+        )
+
+    routes.add("POST", "/invocations", invocations, JSON_BODY)
+    routes.add("POST", "/v1/chat/completions", chat_completions, JSON_BODY)
+    routes.add("POST", "/v1/completions", completions, JSON_BODY)
+    return routes
+
 
 _P = TypeVar("_P")
 
@@ -59,14 +103,9 @@ def other_apis_router(service: Service) -> Routes:
     async def generate_tokens(request: Request) -> Response:
         return await generate(service, request, parse_token_generate, token_events, token_answer)
 
-    async def body_of(request: Request) -> dict[str, Any]:
-        service.refuse_if_draining()
-        body = await read_object(request, service.config)
-        return with_headers(body, request.headers)
-
     async def messages(request: Request) -> Response:
         arrival = time.monotonic()
-        body = await body_of(request)
+        body = await body_of(service, request)
         named = named_tenant(body.get("metadata"), "user_id")
         parsed = parse_messages_api(body, service.rules, tenant_of(request, named))
         request_id = request_id_of(request)
@@ -75,31 +114,28 @@ def other_apis_router(service: Service) -> Routes:
             return b"event: error\ndata: %b\n\n" % anthropic_error_body(reply, request_id)
 
         events = _usual(messages_events)
-        response = await respond(
+        return await respond(
             service, request, parsed, parsed.options, arrival, events, messages_answer, failed
         )
-        return with_ignored(response, parsed.options)
 
     async def messages_count_tokens(request: Request) -> Response:
-        asked = CountTokensBody.read(await body_of(request), service.rules)
+        asked = CountTokensBody.read(await body_of(service, request), service.rules)
         return with_ignored(json_response(await count_tokens(service, asked)), asked)
 
     def responses_request(request: Request, body: dict[str, Any]) -> ResponsesRequest:
         owner = principal_of(request)
         previous = previous_id(body)
         before = [] if previous is None else service.responses.conversation(previous, owner)
-        tenant = tenant_of(request, named_tenant(body, *CALLER_FIELDS))
+        tenant = caller_of(request, body)
         return parse_responses(body, service.rules, tenant, before=before, owner=owner)
 
     async def responses(request: Request) -> Response:
         arrival = time.monotonic()
-        parsed = responses_request(request, await body_of(request))
-        options = parsed.chat.options
-        events = _usual(response_events)
-        answer = await respond(
+        parsed = responses_request(request, await body_of(service, request))
+        events, options = _usual(response_events), parsed.chat.options
+        return await respond(
             service, request, parsed, options, arrival, events, response_answer, failed_event
         )
-        return with_ignored(answer, options)
 
     async def response_get(request: Request) -> Response:
         found = service.responses.get(request.path_params["response_id"], principal_of(request))
@@ -110,7 +146,7 @@ def other_apis_router(service: Service) -> Routes:
         return json_response(input_items(found, request.query_params))
 
     async def response_input_tokens(request: Request) -> Response:
-        parsed = responses_request(request, await body_of(request))
+        parsed = responses_request(request, await body_of(service, request))
         prompt = await service.prompts.chat(
             parsed.chat.template, add_special_tokens=parsed.chat.options.add_special_tokens
         )

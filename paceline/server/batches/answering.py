@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from paceline.errors import EngineDeadError, EngineDrainingError
 from paceline.http.errors import Reply, error_body, reply_to
@@ -26,6 +26,8 @@ from paceline.server.protocol.requests import RequestRules, parse_chat, parse_co
 
 __all__ = ["URLS", "answer_line", "backoff"]
 
+_R = TypeVar("_R")
+
 _LONGEST_WAIT: Final = 30.0
 _SHORTEST_WAIT: Final = 0.25
 
@@ -35,22 +37,16 @@ _Endpoint: TypeAlias = Callable[
 ]
 
 
-def _chat(
-    service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
-) -> Awaitable[bytes]:
-    return chat_answer(service, parse_chat(body, rules, owner), id_, at)
+def _usual(
+    parse: Callable[[dict[str, Any], RequestRules, str], _R],
+    answer: Callable[[Service, _R, str, float], Awaitable[bytes]],
+) -> _Endpoint:
+    def endpoint(
+        service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
+    ) -> Awaitable[bytes]:
+        return answer(service, parse(body, rules, owner), id_, at)
 
-
-def _completion(
-    service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
-) -> Awaitable[bytes]:
-    return completion_answer(service, parse_completion(body, rules, owner), id_, at)
-
-
-def _tokens(
-    service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
-) -> Awaitable[bytes]:
-    return token_answer(service, parse_token_generate(body, rules, owner), id_, at)
+    return endpoint
 
 
 def _response(
@@ -76,10 +72,10 @@ def _vectors(name: str) -> _Endpoint:
 
 
 _ENDPOINTS: Final[Mapping[str, _Endpoint]] = {
-    "/v1/chat/completions": _chat,
-    "/v1/completions": _completion,
+    "/v1/chat/completions": _usual(parse_chat, chat_answer),
+    "/v1/completions": _usual(parse_completion, completion_answer),
     "/v1/responses": _response,
-    "/inference/v1/generate": _tokens,
+    "/inference/v1/generate": _usual(parse_token_generate, token_answer),
     "/v1/embeddings": _vectors("embeddings"),
     "/v1/rerank": _vectors("rerank"),
     "/v1/score": _vectors("score"),

@@ -31,8 +31,15 @@ from typing import Any, BinaryIO, Final
 from paceline.errors import ConfigError
 from paceline.files import tighten
 from paceline.http.errors import HttpError
-from paceline.server.batches.contents import Contents, Part, StorageError, as_storage_errors
-from paceline.server.batches.database import BATCH_COLUMNS, FILE_COLUMNS, Database
+from paceline.server.batches.database import (
+    BATCH_COLUMNS,
+    FILE_COLUMNS,
+    Contents,
+    Database,
+    Part,
+    StorageError,
+    as_storage_errors,
+)
 from paceline.server.batches.records import UNFINISHED, Batch, Result, StoredFile
 
 __all__ = ["BatchStore"]

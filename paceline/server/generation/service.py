@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -23,13 +24,12 @@ from paceline.http.rate_limits.limiter import RateLimiter, Tally, current_ticket
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import Shortcut
 from paceline.http.slow_readers import SlowReaders
-from paceline.server.generation.in_flight import UnderWay
 from paceline.server.generation.prompts import PromptMaker
 from paceline.server.generation.response_store import ResponseStore
 from paceline.server.generation.run import RunObserver, merged, run_one
 from paceline.server.model_formats.reasoning import REASONING_FORMATS, Thinking, detect_reasoning
 from paceline.server.model_formats.tool_formats import TOOL_FORMATS, detect_format
-from paceline.server.observability.metrics.faults import FaultCollector
+from paceline.server.observability.metrics.engine import FaultCollector
 from paceline.server.observability.metrics.requests import RequestObserver
 from paceline.server.observability.metrics.server import ServerMetrics
 from paceline.server.observability.metrics.tenants import TenantObserver
@@ -39,11 +39,49 @@ from paceline.server.protocol.requests import RequestRules
 from paceline.server.protocol.targets import CLASSES
 from paceline.server.settings.config import ServerConfig
 
-__all__ = ["Service", "make_service"]
+__all__ = ["Entry", "Service", "UnderWay", "make_service"]
 
 _log = logging.getLogger("paceline.server")
 
 DRAINING: Final = "the server is shutting down and takes no new requests"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request between its start and its end, waiting or running."""
+
+    # slot number: the smallest that was free when the request began, from 0
+    place: int
+    # number in order of arrival, from 0
+    number: int
+    request: GenerationRequest
+    # counts its tokens so far
+    counted: RequestObserver
+
+
+class UnderWay:
+    """Requests by slot. Used from the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        # free slots below the largest number of entries there ever were at once
+        self._free: list[int] = []
+        self._begun = 0
+
+    def enter(self, request: GenerationRequest, counted: RequestObserver) -> int:
+        """Add a request; return its slot, for ``leave``."""
+        place = heapq.heappop(self._free) if self._free else len(self._entries)
+        self._entries[place] = Entry(place, self._begun, request, counted)
+        self._begun += 1
+        return place
+
+    def leave(self, place: int) -> None:
+        del self._entries[place]
+        heapq.heappush(self._free, place)
+
+    def entries(self) -> list[Entry]:
+        """Return the entries, in slot order."""
+        return [entry for _, entry in sorted(self._entries.items())]
 
 
 @dataclass(kw_only=True, eq=False)

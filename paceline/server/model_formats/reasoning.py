@@ -4,20 +4,145 @@ A format is two marks around the reasoning. Some models write the first mark the
 others the chat template writes it at the end of the prompt (DeepSeek-R1). A message that is
 continued may end within reasoning, and with thinking turned off a template may write both marks.
 Output that follows a grammar cannot hold reasoning, so it is not searched there.
+
+In gpt-oss's output each message names its channel::
+
+    <|channel|>analysis<|message|>thoughts<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>the answer<|return|>
+
+The prompt ends behind ``<|start|>assistant``, and no text holds the token that ends the output.
+Reasoning is the channel ``analysis``; text is ``final``, and ``commentary`` without a recipient; a
+call is left as ``tool_formats.harmony`` reads it. Source: see there.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from paceline.engine.protocol import Tokenizer
-from paceline.server.model_formats.harmony import HarmonyReader
-from paceline.server.model_formats.reasoning_reader import Read, Reader
 from paceline.server.model_formats.tool_formats.base import held_back
+from paceline.server.model_formats.tool_formats.harmony import CALL
 
-__all__ = ["REASONING_FORMATS", "ReasoningFormat", "Thinking", "ThoughtReader", "detect_reasoning"]
+__all__ = [
+    "REASONING_FORMATS",
+    "HarmonyReader",
+    "Read",
+    "Reader",
+    "ReasoningFormat",
+    "Thinking",
+    "ThoughtReader",
+    "detect_reasoning",
+]
+
+
+class Read(NamedTuple):
+    """The next part of the output, split."""
+
+    thoughts: str
+    text: str
+
+
+class Reader(Protocol):
+    """Reads one output, in pieces of any size."""
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the model is still reasoning."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the reasoning has ended."""
+
+    def push(self, text: str) -> Read:
+        """Take in more of the output; return what it adds."""
+
+    def finish(self) -> Read:
+        """Return the text held back, as the output has ended."""
+
+
+_MESSAGE: Final = "<|message|>"
+_START: Final = "<|start|>"
+_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", _START)
+_FUNCTION: Final = re.compile(r"to=functions\.([^\s<]{1,256})")
+_MOST_HEADER: Final = 512
+
+
+class HarmonyReader:
+    """A ``Reader``.
+
+    Args:
+        thinking: the prompt has left the channel ``analysis`` open.
+    """
+
+    def __init__(self, *, thinking: bool) -> None:
+        self.thinking = thinking
+        self.ended = False
+        self._held = ""
+        # the reader is in the body of a message, not in its header
+        self._in_body = thinking
+        self._is_call = False
+
+    def push(self, text: str) -> Read:
+        self._held += text
+        thoughts: list[str] = []
+        said: list[str] = []
+        while self._held:
+            if self._in_body:
+                if not self._read_body(thoughts if self.thinking else said):
+                    break
+            elif not self._read_header(said):
+                break
+        return Read("".join(thoughts), "".join(said))
+
+    def finish(self) -> Read:
+        held, self._held = self._held, ""
+        if self.thinking:
+            return Read(held, "")
+        # an unfinished header is dropped; text that only looked like one is kept
+        is_header = not self._in_body and held.lstrip().startswith("<|")
+        return Read("", "" if is_header else held)
+
+    def _read_header(self, said: list[str]) -> bool:
+        """Return whether a message's header is complete; any other text there is answer text."""
+        header, found, rest = self._held.partition(_MESSAGE)
+        begins = header.lstrip()
+        known = ("<|channel|>", "to=", _START)
+        if not any(begins.startswith(mark) or mark.startswith(begins) for mark in known) or (
+            len(header) > _MOST_HEADER
+        ):
+            self._in_body = True
+            return True
+        if not found:
+            return False
+        self._held, self._in_body = rest, True
+        function = _FUNCTION.search(header)
+        self._is_call = function is not None
+        if function is not None:
+            said.append(f"{CALL}{function[1]}{_MESSAGE}")
+        self.thinking = function is None and "<|channel|>analysis" in header
+        return True
+
+    def _read_body(self, into: list[str]) -> bool:
+        """Return whether the message has ended."""
+        found = [(place, mark) for mark in _ENDS if (place := self._held.find(mark)) >= 0]
+        if not found:
+            kept = max(held_back(self._held, mark) for mark in _ENDS)
+            into.append(self._held[: len(self._held) - kept])
+            self._held = self._held[len(self._held) - kept :]
+            return False
+        place, mark = min(found)
+        into.append(self._held[:place])
+        if self._is_call:
+            into.append("<|call|>")
+        self._held = self._held[place + (0 if mark == _START else len(mark)) :]
+        self.ended = self.ended or self.thinking
+        self._in_body = self._is_call = self.thinking = False
+        return True
+
 
 _SPACE: Final = " \t\r\n"
 # tokens at the end of a prompt that are searched for the opening mark
@@ -33,7 +158,7 @@ class ReasoningFormat:
     end: str
     # text that a chat template of this format contains; "": ``end``
     sign: str = ""
-    # reasoning is one of several channels (``harmony``)
+    # reasoning is one of several channels (``HarmonyReader``)
     channels: bool = False
     # an answer begins with reasoning even if the opening mark is missing
     opened: bool = False
@@ -139,7 +264,7 @@ class Thinking:
 
 
 class ThoughtReader:
-    """A ``reasoning_reader.Reader`` for two marks.
+    """A ``Reader`` for two marks.
 
     Args:
         thinking, goes_on: see ``ReasoningFormat.reader``.

@@ -24,12 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import Scope
 
-from paceline.engine.types import (
-    GenerationOutput,
-    GenerationRequest,
-    RequestTimes,
-    Timeline,
-)
+from paceline.engine.types import GenerationOutput, GenerationRequest, RequestTimes, Timeline
 from paceline.http.otlp import SpanSource, carrier_of, clock_origin
 
 if TYPE_CHECKING:

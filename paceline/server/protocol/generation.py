@@ -1,22 +1,26 @@
 """Fields of chat and completions: a line for each, from which all else follows (``body.py``).
 
-Field names and meanings are vLLM's. ``requests.py`` says what a value means for the answer.
+Field names and meanings are vLLM's. ``requests.py`` says what a value means for the answer. Fields
+that other servers have and this one lacks are refused with an error, never dropped: a caller who
+gets prose instead of JSON would blame the model. A field that gets served moves out of these.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_integer, check_object, check_string, check_token_ids, show
 from paceline.server.protocol import schemas
-from paceline.server.protocol.body import Body, OtherName
+from paceline.server.protocol.body import Body, Field, OtherName
 from paceline.server.protocol.field_types import (
     INT32,
     INT64,
     MODEL,
+    NOTHING,
     anything,
     array,
     boolean,
@@ -26,19 +30,111 @@ from paceline.server.protocol.field_types import (
     integer,
     needed,
     nested,
+    refused,
     string,
     token_schema,
 )
 from paceline.server.protocol.messages import MESSAGES
-from paceline.server.protocol.prediction import parse_prediction
 from paceline.server.protocol.rules import RequestRules
 from paceline.server.protocol.sampling_fields import SamplingBody, logprobs_of
 from paceline.server.protocol.schemas import Schema
 from paceline.server.protocol.targets import SERVICE_TIERS, parse_service_tier
 from paceline.server.protocol.tool_calls import ToolFields
-from paceline.server.protocol.unserved import UnservedFields, undone
 
-__all__ = ["ChatBody", "CompletionBody", "GenerationBody", "TemplateBody"]
+__all__ = [
+    "ChatBody",
+    "CompletionBody",
+    "GenerationBody",
+    "TemplateBody",
+    "UnservedFields",
+    "parse_prediction",
+    "undone",
+]
+
+
+def undone(
+    what: str, *harmless: Any, asks: Callable[[Any], bool] | None = None, note: str | None = None
+) -> Field[None]:
+    """A field that needs ``what``, unless its value is harmless (by default: requests nothing) or
+    ``asks`` says that it does not need it."""
+    says = f"={{value}} is not served yet: this server does not do {what}"
+    return refused(says, harmless or NOTHING, asks=asks, note=what if note is None else note)
+
+
+_BEAMS: Final = (
+    "beam search, which knows no token of its answer before the last, so that nothing could be "
+    "streamed or paced; ask for n choices with logprobs and take the likeliest"
+)
+_GUIDED: Final = "guided decoding by its older names; structured_outputs does it"
+
+
+class UnservedFields(Body):
+    """Unserved fields of both chat and completions."""
+
+    guided_json = guided_regex = guided_choice = guided_grammar = undone(_GUIDED)
+    guided_decoding_backend = undone(_GUIDED)
+    use_beam_search = undone(_BEAMS)
+    length_penalty = undone(_BEAMS, 1)
+    prompt_embeds = undone("a prompt of embeddings")
+    thinking_token_budget = undone("a budget for thinking", asks=lambda _: True)
+    spaces_between_special_tokens = undone("joining special tokens", asks=lambda v: v is False)
+    kv_transfer_params = undone("KV transfer")
+    ec_transfer_params = undone("encoder transfer")
+    vllm_xargs = undone("engine-specific arguments")
+    repetition_detection = undone("repetition detection")
+    stream_interval = undone("several tokens per event", 1)
+    return_prompt_text = undone("returning the prompt's text")
+    return_token_offsets = undone("token offsets")
+    routed_experts_prompt_start = undone("telling routed experts", asks=lambda _: True)
+    moderation = undone("moderation")
+    # fields of llama.cpp's server and SGLang
+    mirostat = undone("Mirostat sampling", 0)
+    dry_multiplier = undone("DRY sampling", 0)
+    xtc_probability = undone("XTC sampling", 0)
+    dynatemp_range = undone("a temperature that moves", 0)
+    typical_p = undone("locally typical sampling", 1)
+    tfs_z = undone("tail-free sampling", 1)
+    top_n_sigma = undone("top-n-sigma sampling", -1)
+    samplers = undone("samplers in another order")
+    n_probs = undone("n_probs; logprobs does it", 0)
+    # these describe the caller, not the answer
+    metadata = ignored()
+    prompt_cache_key = ignored()
+    prompt_cache_options = ignored()
+    prompt_cache_retention = ignored()
+    session_id = ignored()
+    verbosity = ignored()
+
+
+_NAME = "prediction"
+
+
+def parse_prediction(given: Any, name: str, _: RequestRules) -> str:
+    """Return the text of ``{"type": "content", "content": ...}``: a string or text parts.
+
+    Raises InvalidRequestError for anything else.
+    """
+    value = check_object(given, name)
+    if value.get("type") != "content":
+        raise _error(f'prediction.type must be "content", got {show(value.get("type"))}')
+    content = value.get("content")
+    if type(content) is str:
+        return content
+    if type(content) is not list:
+        raise _error(f"prediction.content must be a string or text parts, got {show(content)}")
+    return "".join(_text(part, f"prediction.content[{i}]") for i, part in enumerate(content))
+
+
+def _text(part: Any, where: str) -> str:
+    if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
+        raise _error(f'{where} must be {{"type": "text", "text": ...}}, got {show(part)}')
+    text: str = part["text"]
+    return text
+
+
+def _error(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, _NAME)
+
 
 _MAX_STOPS: Final = 16
 _MAX_STOP_CHARS: Final = 1024

@@ -4,9 +4,9 @@
 
     bytes --decode_object--> dict --ChatBody.read--> ChatBody --parse_chat--> ChatRequest
 
-``generation.py`` describes each field; this module checks fields against one another. A known field
-that is not served is refused with a message that says so (``unserved.py``); unknown ones are named
-in a header of the answer.
+``generation.py`` describes each field, and refuses known fields that are not served with a message
+that says so; this module checks fields against one another. Unknown ones are named in a header of
+the answer.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ __all__ = [
     "Answered",
     "Events",
     "HasIgnored",
+    "body_of",
+    "caller_of",
     "generate",
     "respond",
     "with_ignored",
@@ -51,6 +53,9 @@ class Answered(Protocol):
     def request_id(self) -> str | None:
         """The caller's own id, if any."""
 
+    @property
+    def ignored_fields(self) -> tuple[str, ...]: ...
+
 
 class _Parsed(Protocol):
     @property
@@ -66,6 +71,17 @@ Events: TypeAlias = Callable[
 ]
 
 
+async def body_of(service: Service, request: Request) -> dict[str, Any]:
+    """Read a body and the targets in its headers. Raises EngineDrainingError if the server ends."""
+    service.refuse_if_draining()
+    return with_headers(await read_object(request, service.config), request.headers)
+
+
+def caller_of(request: Request, body: dict[str, Any]) -> str:
+    """Return the tenant: the key's, or the one that the body names."""
+    return tenant_of(request, named_tenant(body, *CALLER_FIELDS))
+
+
 async def generate(
     service: Service,
     request: Request,
@@ -77,14 +93,10 @@ async def generate(
 ) -> Response:
     """Read (unless ``body`` is given), check, run and answer a request; see ``respond``."""
     arrival = time.monotonic()
-    service.refuse_if_draining()
     if body is None:
-        body = await read_object(request, service.config)
-    body = with_headers(body, request.headers)
-    parsed = parse(body, service.rules, tenant_of(request, named_tenant(body, *CALLER_FIELDS)))
-    options = parsed.options
-    response = await respond(service, request, parsed, options, arrival, events, answer, failed)
-    return with_ignored(response, options)
+        body = await body_of(service, request)
+    parsed = parse(body, service.rules, caller_of(request, body))
+    return await respond(service, request, parsed, parsed.options, arrival, events, answer, failed)
 
 
 class HasIgnored(Protocol):
@@ -118,7 +130,8 @@ async def respond(
     failed: Callable[[Reply], bytes],
     media_type: str = SSE,
 ) -> Response:
-    """Run a parsed request and answer it, whole or as a stream.
+    """Run a parsed request and answer it, whole or as a stream, with a header that names the fields
+    that were not read.
 
     Args:
         failed: makes the last bytes of a stream that breaks.
@@ -128,7 +141,8 @@ async def respond(
     request_id = options.request_id or request_id_of(request)
     if not options.stream:
         whole = answer(service, parsed, request_id, arrival)
-        return json_response(await unless_disconnected(request.receive, whole))
+        response = json_response(await unless_disconnected(request.receive, whole))
+        return with_ignored(response, options)
     # streams of other types have no comments
     keep_alive = service.config.sse_keep_alive if media_type == SSE else 0.0
     shortcut: Shortcut[GenerationOutput] = Shortcut()
@@ -138,4 +152,7 @@ async def respond(
     def describe(error: Exception) -> bytes:
         return failed(reply_to(error, drain_timeout=service.config.drain_timeout))
 
-    return EventStream(first, rest, describe, keep_alive, shortcut=shortcut, media_type=media_type)
+    stream = EventStream(
+        first, rest, describe, keep_alive, shortcut=shortcut, media_type=media_type
+    )
+    return with_ignored(stream, options)

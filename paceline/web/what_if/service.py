@@ -36,16 +36,18 @@ from paceline.http.errors import HttpError
 from paceline.server.generation.service import Service
 from paceline.server.settings.config import WhatIfConfig
 from paceline.web.feed import Feed
-from paceline.web.what_if.child import (
+from paceline.web.what_if.job import MOST_RUNS, Job, parse_job
+from paceline.web.what_if.storage import Owner, Place, Places
+from paceline.web.what_if.trace import (
     MOST_LINE,
+    check_declared,
     child_environment,
     end_of_log,
     kill,
     ran_out_of_memory,
+    read_through,
+    receive,
 )
-from paceline.web.what_if.job import MOST_RUNS, Job, parse_job
-from paceline.web.what_if.storage import Owner, Place, Places
-from paceline.web.what_if.trace import check_declared, read_through, receive
 
 __all__ = ["WhatIf"]
 

@@ -11,10 +11,10 @@ import pytest
 from paceline.backends.loading import formats, levels
 from paceline.backends.loading.formats import Formats, choose_formats
 from paceline.backends.loading.levels import Measured
+from paceline.backends.loading.load import WorkerBackend
 from paceline.backends.native import library, unavailable_reason, variants
 from paceline.backends.native.single_kernels import traits
 from paceline.backends.native.step import NativeStep
-from paceline.backends.runner.worker_thread import WorkerBackend
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 from tests.backends.conftest import load

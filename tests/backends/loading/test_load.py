@@ -14,10 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from paceline.backends.loading.load import WorkerBackend, host_blocks
 from paceline.backends.loading.settings import BackendSettings
-from paceline.backends.loading.sizes import host_blocks
 from paceline.backends.runner.interface import ModelLoader
-from paceline.backends.runner.worker_thread import WorkerBackend
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.linear import DenseLinear, Linear, PackedLinear, make_linear
 from paceline.backends.torch.weights import load_weights

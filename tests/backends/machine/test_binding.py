@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.loading.devices import place_threads
+from paceline.backends.loading.load import WorkerBackend
+from paceline.backends.loading.plan import place_threads
 from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.machine.placement import choose_placement
 from paceline.backends.machine.topology import allowed_cpus, format_list, parse_list
 from paceline.backends.native import unavailable_reason
-from paceline.backends.runner.worker_thread import WorkerBackend
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.serve.command import ready_line, successor
 from paceline.core.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import paceline.backends.loading.devices as devices
+import paceline.backends.loading.plan as devices
 from paceline.backends.machine.placement import choose_placement
 from paceline.cli.serve.engine_process import main
 
@@ -88,7 +88,7 @@ def here(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]
     choose = partial(
         choose_placement, nodes=machine.root / "node", cpus=machine.root / "cpu", environ={}
     )
-    monkeypatch.setattr("paceline.backends.loading.devices.choose_placement", choose)
+    monkeypatch.setattr("paceline.backends.loading.plan.choose_placement", choose)
     before = affinities()
     yield machine
     after = affinities()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.loading import devices
+from paceline.backends.loading import plan
 from paceline.backends.native import unavailable_reason
 from paceline.errors import ConfigError
 from tests.backends.helpers import load_backend
@@ -128,7 +128,7 @@ def test_refusals_without_torch(
 def test_a_gpu_that_nothing_can_use_is_left_alone(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "may_have_cuda", lambda: True)
+    monkeypatch.setattr(plan, "may_have_cuda", lambda: True)
     monkeypatch.setitem(sys.modules, "torch", None)
     backend = load_backend(llama_folder, device="auto", compute="auto", num_blocks=8)
     assert (backend.info.name, backend.info.device) == ("native", "cpu")

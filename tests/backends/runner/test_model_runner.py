@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.backends.loading.load import WorkerBackend
 from paceline.backends.native import unavailable_reason
-from paceline.backends.runner.worker_thread import WorkerBackend
 from paceline.core.outputs import Draft
 from tests.backends.conftest import load
 from tests.backends.plans import Plans

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.backends.torch.rope import RotaryTable
+from paceline.backends.torch.attention import RotaryTable
 from tests.backends.runner.test_rope import make_config
 
 

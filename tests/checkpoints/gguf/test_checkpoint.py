@@ -14,10 +14,9 @@ from gguf import GGMLQuantizationType as Q
 from numpy.typing import NDArray
 
 from paceline.checkpoints.gguf.checkpoint import open_gguf
-from paceline.checkpoints.gguf.container import GGUFTensor
+from paceline.checkpoints.gguf.container import SIZES, GGUFTensor, GGUFType
 from paceline.checkpoints.gguf.data import GGUFData
-from paceline.checkpoints.gguf.types import SIZES, GGUFType
-from paceline.checkpoints.model.shapes import expected_shapes
+from paceline.checkpoints.model.checkpoint import expected_shapes
 from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import CheckpointError
 from tests.checkpoints.builders import (

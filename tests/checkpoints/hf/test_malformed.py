@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from paceline.checkpoints.hf.config import read_hf_config
 from paceline.checkpoints.hf.folder import read_folder
-from paceline.checkpoints.model.shapes import expected_shapes
+from paceline.checkpoints.model.checkpoint import expected_shapes
 from paceline.checkpoints.open import open_checkpoint
 from paceline.checkpoints.weights.safetensors import read_safetensors_header
 from paceline.errors import CheckpointError

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoints.hub import pip_models as pull_module
-from paceline.checkpoints.hub.aliases import ALIASES, Alias
+from paceline.checkpoints.hub.catalogue import ALIASES, Alias
 from paceline.checkpoints.hub.pip_models import Progress, cached_path, pip_download, pull
 from paceline.errors import CheckpointError
 

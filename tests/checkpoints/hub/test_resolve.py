@@ -9,8 +9,7 @@ import pytest
 
 from paceline.checkpoints.hub import client
 from paceline.checkpoints.hub import resolve as resolve_module
-from paceline.checkpoints.hub.aliases import ALIASES
-from paceline.checkpoints.hub.catalogue import catalogue
+from paceline.checkpoints.hub.catalogue import ALIASES, catalogue
 from paceline.checkpoints.hub.names import HubReference, Selection, parse_hub_name
 from paceline.checkpoints.hub.pip_models import cached_path
 from paceline.checkpoints.hub.resolve import default_cache_dir, find_local, resolve_model

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.cli.watch.top.scrape import Source
 from paceline.cli.watch.top.view import render
+from paceline.cli.watch.top.watch import Source
 from paceline.errors import ConfigError
 from paceline.server.observability.snapshot.frame import Frame, TenantRow, make_frame
-from paceline.server.observability.snapshot.growth import Quantiles, quantile
-from paceline.server.observability.snapshot.scrape import Scrape, parse_metrics
+from paceline.server.observability.snapshot.scrape import Quantiles, Scrape, parse_metrics, quantile
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 

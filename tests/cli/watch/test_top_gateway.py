@@ -18,11 +18,9 @@ import httpx
 import pytest
 from rich.console import Console, RenderableType
 
-from paceline.cli.watch.top.fleet_view import render_fleet
 from paceline.cli.watch.top.gateway_frame import EngineRow, make_gateway_frame
-from paceline.cli.watch.top.gateway_view import render_gateway
-from paceline.cli.watch.top.scrape import Source
-from paceline.cli.watch.top.watch import Seen
+from paceline.cli.watch.top.gateway_view import render_fleet, render_gateway
+from paceline.cli.watch.top.watch import Seen, Source
 from paceline.server.observability.snapshot.scrape import Scrape, parse_metrics
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server

@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.supervision.supervised import added
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
-from paceline.engine.supervision.totals import added
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text.output_processor import merge_outputs
 from paceline.engine.types import (

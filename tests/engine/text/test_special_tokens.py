@@ -15,11 +15,11 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from paceline.checkpoints.model.special_ids import warn_once
+from paceline.checkpoints.model.fields import warn_once
 from paceline.checkpoints.open import open_checkpoint
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.detokenizer import IncrementalDetokenizer
-from paceline.engine.text.end_of_turn import turn_end
+from paceline.engine.text.special_tokens import turn_end
 from paceline.engine.text.template_sandbox import RendersHere
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from paceline.errors import CheckpointError

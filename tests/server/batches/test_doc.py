@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.cli.flags.batch_options import batch_config
+from paceline.cli.flags.server_options import batch_config
 from paceline.cli.main import build_parser
 from paceline.server.batches.answering import URLS
 from tests.cli.servers import start_server

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.http.errors import HttpError
-from paceline.server.batches.contents import Part, StorageError
+from paceline.server.batches.database import Part, StorageError
 from paceline.server.batches.records import Batch, Result
 from paceline.server.batches.store import BatchStore
 

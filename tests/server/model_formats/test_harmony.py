@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.model_formats.harmony import HarmonyReader
-from paceline.server.model_formats.reasoning import REASONING_FORMATS, detect_reasoning
+from paceline.server.model_formats.reasoning import (
+    REASONING_FORMATS,
+    HarmonyReader,
+    detect_reasoning,
+)
 from paceline.server.model_formats.tool_formats import TOOL_FORMATS, detect_format
 from paceline.server.protocol.tool_calls import CallCollector
 

@@ -22,8 +22,11 @@ from paceline.errors import NAN_LOGITS
 from paceline.http.exposition import Histogram, Registry
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
-from paceline.server.observability.metrics.buckets import series_1_2_5
-from paceline.server.observability.metrics.requests import RequestMetrics, RequestObserver
+from paceline.server.observability.metrics.requests import (
+    RequestMetrics,
+    RequestObserver,
+    series_1_2_5,
+)
 from paceline.server.observability.metrics.tenants import TenantMetrics
 from tests.server.helpers import VOCAB, chat_body, connect, metric, rested, say, scrape
 

@@ -27,7 +27,7 @@ from paceline.server.apis.pooling.ollama import (
 )
 from paceline.server.apis.responses.protocol import ResponsesBody, parse_responses
 from paceline.server.apis.token_ids import TokenGenerateBody, parse_token_generate
-from paceline.server.openapi.requests import shared_schemas
+from paceline.server.openapi.document import shared_schemas
 from paceline.server.protocol.body import (
     IGNORED,
     REFUSED,

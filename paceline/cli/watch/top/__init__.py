@@ -2,11 +2,10 @@
 
 ::
 
-    scrape.py          GET /metrics, /status            texts as received
+    watch.py           GET /metrics, /status            texts of one address, repeatedly
     snapshot           two of these -> Frame            changes between them, plain values
     gateway_frame.py   with /status -> GatewayFrame     the same for a gateway and its engines
-    watch.py           one address, repeatedly          whichever of both answers there
-    view.py, gateway_view.py, fleet_view.py   -> rich   for users
+    view.py, gateway_view.py   -> rich                  for users
     command.py         flags, the loop, JSON
 """
 

@@ -12,8 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags.arguments import Parser, bounded_float
-from paceline.cli.watch.top.scrape import Source
-from paceline.cli.watch.top.watch import Seen, Watch
+from paceline.cli.watch.top.watch import Seen, Source, Watch
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _plain(seen: Sequence[Seen]) -> dict[str, Any]:
 
 
 def _render(seen: Sequence[Seen]) -> RenderableType:
-    from paceline.cli.watch.top.fleet_view import render_fleet
+    from paceline.cli.watch.top.gateway_view import render_fleet
     from paceline.cli.watch.top.view import render
     from paceline.server.observability.snapshot.frame import Frame
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.server.observability.snapshot.growth import Growth, Quantiles, ratio
-from paceline.server.observability.snapshot.scrape import Scrape
+from paceline.server.observability.snapshot.scrape import Growth, Quantiles, Scrape, ratio
 
 __all__ = ["EngineRow", "GatewayFrame", "KeyRow", "make_gateway_frame"]
 

@@ -9,8 +9,16 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from paceline.cli.watch.top.numbers import coloured, pair_of, percent, plain, time_of
-from paceline.cli.watch.top.panels import Lines, first_rows, headed_table
+from paceline.cli.watch.top.panels import (
+    Lines,
+    coloured,
+    first_rows,
+    headed_table,
+    pair_of,
+    percent,
+    plain,
+    time_of,
+)
 from paceline.server.observability.snapshot.frame import Frame
 
 __all__ = ["render"]

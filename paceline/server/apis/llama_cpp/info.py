@@ -11,8 +11,7 @@ from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_string, show
 from paceline.server.apis.llama_cpp.protocol import Part, parse_parts, part_schema
 from paceline.server.apis.llama_cpp.serving import NO_SLOT, generation_settings
-from paceline.server.generation.in_flight import Entry
-from paceline.server.generation.service import Service
+from paceline.server.generation.service import Entry, Service
 from paceline.server.protocol import schemas
 from paceline.server.protocol.body import Body
 from paceline.server.protocol.field_types import (

@@ -23,10 +23,9 @@ from paceline.server.apis.llama_cpp.protocol import LlamaRequest, parse_llama_co
 from paceline.server.apis.llama_cpp.serving import llama_answer, llama_events
 from paceline.server.generation.service import Service
 from paceline.server.protocol.generation import TemplateBody
-from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_headers
-from paceline.server.transport.endpoint import JSON_BODY, respond, with_ignored
+from paceline.server.transport.endpoint import JSON_BODY, body_of, caller_of, respond, with_ignored
 from paceline.server.transport.errors import llama_error_body
-from paceline.server.transport.middleware import read_object, tenant_of
+from paceline.server.transport.middleware import read_object
 from paceline.server.transport.responses import Routes, encoded
 
 __all__ = ["llama_router"]
@@ -43,29 +42,23 @@ def llama_router(service: Service) -> Routes:
     def failed(reply: Reply) -> bytes:
         return event(llama_error_body(reply))
 
-    async def body_of(request: Request) -> dict[str, Any]:
-        service.refuse_if_draining()
-        return with_headers(await read_object(request, service.config), request.headers)
-
     def parsed(request: Request, body: dict[str, Any]) -> LlamaRequest:
-        tenant = tenant_of(request, named_tenant(body, *CALLER_FIELDS))
-        return parse_llama_completion(body, service.rules, tenant)
+        return parse_llama_completion(body, service.rules, caller_of(request, body))
 
     async def run(request: Request, asked: LlamaRequest, arrival: float) -> Response:
-        options = asked.options
-        answer = await respond(
-            service, request, asked, options, arrival, llama_events, llama_answer, failed
+        return await respond(
+            service, request, asked, asked.options, arrival, llama_events, llama_answer, failed
         )
-        return with_ignored(answer, options)
 
     async def completion(request: Request) -> Response:
         arrival = time.monotonic()
-        return await run(request, parsed(request, await body_of(request)), arrival)
+        return await run(request, parsed(request, await body_of(service, request)), arrival)
 
     async def infill(request: Request) -> Response:
         arrival = time.monotonic()
         found = fim()
-        body = infill_prompt(await body_of(request), service.rules, found, service.model_name)
+        given = await body_of(service, request)
+        body = infill_prompt(given, service.rules, found, service.model_name)
         asked = parsed(request, body)
         options = asked.options
         ends = options.sampling.stop_token_ids

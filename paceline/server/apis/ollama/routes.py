@@ -27,8 +27,7 @@ from paceline.server.apis.ollama.serving import (
 )
 from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import RequestRules
-from paceline.server.protocol.targets import with_headers
-from paceline.server.transport.endpoint import JSON_BODY, respond, with_ignored
+from paceline.server.transport.endpoint import JSON_BODY, body_of, respond, with_ignored
 from paceline.server.transport.errors import ollama_error_body
 from paceline.server.transport.middleware import read_object, tenant_of
 from paceline.server.transport.responses import Handler, Routes, encoded
@@ -58,13 +57,10 @@ def ollama_router(service: Service) -> Routes:
         request: Request, parse: Callable[[dict[str, Any], RequestRules, str], OllamaRequest]
     ) -> Response:
         arrival = time.monotonic()
-        service.refuse_if_draining()
-        body = with_headers(await read_object(request, service.config), request.headers)
-        parsed = parse(body, service.rules, tenant_of(request, ""))
-        answer = await respond(
+        parsed = parse(await body_of(service, request), service.rules, tenant_of(request, ""))
+        return await respond(
             service, request, parsed, parsed, arrival, ollama_lines, ollama_answer, failed, LINES
         )
-        return with_ignored(answer, parsed)
 
     async def ollama_chat(request: Request) -> Response:
         return await run(request, parse_ollama_chat)

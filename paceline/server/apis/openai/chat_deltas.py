@@ -16,7 +16,7 @@ from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
 from paceline.server.apis.openai.answers import AnswerHead, UsageCount, prepared
 from paceline.server.generation.service import Service
-from paceline.server.model_formats.reasoning_reader import Reader
+from paceline.server.model_formats.reasoning import Reader
 from paceline.server.model_formats.tool_formats import CallDelta, Piece
 from paceline.server.protocol.requests import ChatRequest
 from paceline.server.protocol.responses import Usage

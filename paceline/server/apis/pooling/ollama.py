@@ -14,12 +14,15 @@ from paceline.errors import InvalidRequestError
 from paceline.http.fields import show
 from paceline.server.apis.ollama.protocol import OllamaBody, served_name
 from paceline.server.apis.openai.answers import AnswerHead
-from paceline.server.apis.pooling.conversion import encode_list
 from paceline.server.apis.pooling.parsing import parse_embeddings
-from paceline.server.apis.pooling.protocol import EmbeddingsBody, max_inputs
-from paceline.server.apis.pooling.requests import PoolingOptions, VectorRequest
+from paceline.server.apis.pooling.protocol import (
+    EmbeddingsBody,
+    PoolingOptions,
+    VectorRequest,
+    max_inputs,
+)
 from paceline.server.apis.pooling.responses import as_floats
-from paceline.server.apis.pooling.running import Vectors, encoded_inputs, run_vectors
+from paceline.server.apis.pooling.running import Vectors, encode_list, encoded_inputs, run_vectors
 from paceline.server.generation.service import Service
 from paceline.server.protocol import schemas
 from paceline.server.protocol.body import Body

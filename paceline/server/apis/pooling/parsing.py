@@ -17,16 +17,14 @@ from paceline.server.apis.pooling.protocol import (
     EmbeddingsBody,
     PairsBody,
     PoolingBody,
-    RerankBody,
-    ScoreBody,
-    SharedBody,
-    contradiction,
-)
-from paceline.server.apis.pooling.requests import (
     PoolingOptions,
+    RerankBody,
     RerankRequest,
+    ScoreBody,
     ScoreRequest,
+    SharedBody,
     VectorRequest,
+    contradiction,
 )
 from paceline.server.protocol.field_types import check_model
 from paceline.server.protocol.rules import RequestRules

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from paceline.core.pooling import PoolingInfo
 from paceline.http.errors import Reply, error_response
 from paceline.http.sse import unless_disconnected
 from paceline.server.generation.service import Service
-from paceline.server.protocol.rules import RequestRules
-from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_headers
-from paceline.server.transport.endpoint import JSON_BODY, HasIgnored, with_ignored
+from paceline.server.transport.endpoint import JSON_BODY, body_of, caller_of, with_ignored
 from paceline.server.transport.errors import ollama_error_body
-from paceline.server.transport.middleware import read_object, request_id_of, tenant_of
+from paceline.server.transport.middleware import request_id_of
 from paceline.server.transport.responses import Routes, json_response
 
-__all__ = ["Kind", "Parsed", "vector_kind", "vector_router"]
+if TYPE_CHECKING:
+    from paceline.server.apis.pooling.serving import Endpoint
+
+__all__ = ["vector_kind", "vector_router"]
 
 # the paths of each endpoint
 _PATHS: Final = {
@@ -38,25 +38,8 @@ _PATHS: Final = {
 }
 
 
-class Parsed(Protocol):
-    @property
-    def options(self) -> HasIgnored: ...
-
-
-class Kind(Protocol):
-    """How one endpoint parses a body and answers it."""
-
-    def parse(
-        self, values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None, /
-    ) -> Parsed: ...
-
-    def answer(
-        self, service: Service, parsed: Any, request_id: str, arrival: float, /
-    ) -> Awaitable[bytes]: ...
-
-
-def vector_kind(name: str) -> Kind:
-    """Return the kind of a name of ``_PATHS``."""
+def vector_kind(name: str) -> Endpoint[Any]:
+    """Return how an endpoint, by its name in ``_PATHS``, parses a body and answers it."""
     from paceline.server.apis.pooling.serving import KINDS
 
     return KINDS[name]
@@ -70,11 +53,9 @@ def vector_router(service: Service) -> Routes:
     def handler(name: str) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             arrival = time.monotonic()
-            service.refuse_if_draining()
-            kind = vector_kind(name)
-            body = with_headers(await read_object(request, service.config), request.headers)
-            tenant = tenant_of(request, named_tenant(body, *CALLER_FIELDS))
-            parsed = kind.parse(body, service.rules, tenant, service.client.info.pooling)
+            body, kind = await body_of(service, request), vector_kind(name)
+            tenant, info = caller_of(request, body), service.client.info.pooling
+            parsed = kind.parse(body, service.rules, tenant, info)
             whole = kind.answer(service, parsed, request_id_of(request), arrival)
             response = json_response(await unless_disconnected(request.receive, whole))
             return with_ignored(response, parsed.options)

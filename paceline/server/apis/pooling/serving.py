@@ -9,7 +9,6 @@ from typing import Any, Final, Generic, TypeVar
 from paceline.core.pooling import CLASSIFY, PoolingInfo
 from paceline.server.apis.openai.answers import AnswerHead
 from paceline.server.apis.pooling import ollama
-from paceline.server.apis.pooling.conversion import cosines, encode_list
 from paceline.server.apis.pooling.parsing import (
     parse_classify,
     parse_embeddings,
@@ -17,7 +16,7 @@ from paceline.server.apis.pooling.parsing import (
     parse_rerank,
     parse_score,
 )
-from paceline.server.apis.pooling.requests import RerankRequest, ScoreRequest, VectorRequest
+from paceline.server.apis.pooling.protocol import RerankRequest, ScoreRequest, VectorRequest
 from paceline.server.apis.pooling.responses import (
     ClassAnswer,
     ClassData,
@@ -34,7 +33,13 @@ from paceline.server.apis.pooling.responses import (
     as_base64,
     as_floats,
 )
-from paceline.server.apis.pooling.running import encoded_inputs, length_check, run_vectors
+from paceline.server.apis.pooling.running import (
+    cosines,
+    encode_list,
+    encoded_inputs,
+    length_check,
+    run_vectors,
+)
 from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import TemplateOptions
 from paceline.server.protocol.responses import encode
@@ -59,7 +64,7 @@ _QWEN3_INSTRUCTION: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[_P]):
-    """A ``routes.Kind``."""
+    """How one endpoint parses a body and answers it."""
 
     parse: Callable[[dict[str, Any], RequestRules, str, PoolingInfo | None], _P]
     # makes the body of an answer from a parsed request, its id, and its arrival time

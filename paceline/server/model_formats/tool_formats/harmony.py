@@ -1,7 +1,8 @@
 """gpt-oss: ``<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>``.
 
-``server.model_formats.harmony`` reads the other channels and leaves such messages as they are.
-Source: OpenAI's "harmony response format" (developers.openai.com/cookbook/articles/openai-harmony).
+``model_formats.reasoning.HarmonyReader`` reads the other channels and leaves such messages as they
+are. Source: OpenAI's "harmony response format"
+(developers.openai.com/cookbook/articles/openai-harmony).
 """
 
 from __future__ import annotations

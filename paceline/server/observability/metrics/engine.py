@@ -1,4 +1,5 @@
-"""Metrics of the engine, read from its latest snapshot.
+"""Metrics of the engine, read from its latest snapshot, and of faults: engines lost, requests sent
+again, readers cut off.
 
 Each number of the scheduler is one call in ``EngineMetrics.__init__``, which names its family and
 the field of ``SchedulerStats`` it is read from.
@@ -6,16 +7,23 @@ the field of ``SchedulerStats`` it is read from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Final, Literal
 
-from paceline.core.queues.wait_clocks import REASONS
-from paceline.engine.types import EngineInfo, EngineStats, SchedulerStats
-from paceline.http.exposition import Number, Registry
-from paceline.server.observability.metrics.buckets import ITERATION_TOKEN_BUCKETS
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-__all__ = ["EngineMetrics"]
+from paceline.core.queues.wait_clocks import REASONS
+from paceline.engine.types import EngineFaults, EngineInfo, EngineStats, SchedulerStats
+from paceline.http.exposition import Number, Registry
+from paceline.http.slow_readers import SlowReaders
+
+__all__ = ["EngineMetrics", "FaultCollector"]
+
+_ITERATION_TOKEN_BUCKETS: Final = (
+    1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
+)  # fmt: skip
 
 _Kind = Literal["counter", "gauge"]
 # a field of SchedulerStats, or a function of several
@@ -127,7 +135,7 @@ class EngineMetrics:
         self._iteration_tokens = registry.histogram(
             "vllm:iteration_tokens_total",
             "Tokens that a step brought, and the prompts whose first token was among them.",
-            ITERATION_TOKEN_BUCKETS,
+            _ITERATION_TOKEN_BUCKETS,
         )
         self._steps = registry.number(counter, "paceline:steps", "Steps that the engine completed.")
         each(
@@ -281,3 +289,66 @@ class EngineMetrics:
         ):
             owners[owner] = owners.get(owner, 0.0) + count
         self._blocks.replace(owners)
+
+
+_KINDS: Final = ("exit", "stalled", "stopped")
+_LABELS: Final = ("model_name", "engine")
+
+
+class FaultCollector(Collector):
+    """Reads ``faults`` and ``readers`` at each scrape."""
+
+    def __init__(
+        self, faults: Callable[[], EngineFaults], readers: SlowReaders, model_name: str
+    ) -> None:
+        self._faults = faults
+        self._readers = readers
+        self._labels = (model_name, "0")
+
+    def collect(self) -> Iterator[Metric]:
+        faults = self._faults()
+        losses = dict.fromkeys(_KINDS, 0) | dict(faults.losses)
+        yield self._gauge("engine_up", "1 while an engine is ready.", faults.up)
+        yield self._counter(
+            "engine_failures",
+            "Engines that ended (exit) or were ended because a step or the process stood still.",
+            "kind",
+            losses,
+        )
+        yield self._gauge(
+            "engine_recovery_seconds",
+            "From the latest failure of an engine to the readiness of the next.",
+            faults.recovery_seconds,
+        )
+        yield self._counter(
+            "engine_failure_requests",
+            "Requests under way when an engine failed: sent once more (resent), failed because it "
+            "happened too often (lost), or because it was their fault (poisoned).",
+            "outcome",
+            {
+                "resent": faults.num_resent,
+                "lost": faults.num_lost,
+                "poisoned": faults.num_poisoned,
+            },
+        )
+        yield self._gauge(
+            "slow_readers", "Connections whose buffers are full.", self._readers.waiting
+        )
+        cut = CounterMetricFamily(
+            "paceline:slow_readers_cut",
+            "Connections cut off because their callers did not read.",
+            labels=_LABELS,
+        )
+        cut.add_metric(self._labels, self._readers.num_cut)
+        yield cut
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"paceline:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, label: str, counts: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(f"paceline:{name}", text, labels=(*_LABELS, label))
+        for value, count in counts.items():
+            family.add_metric((*self._labels, value), count)
+        return family

@@ -7,7 +7,8 @@ counts deliveries of tokens of one choice.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
 from paceline.engine.types import (
     ChoiceDelta,
@@ -19,18 +20,39 @@ from paceline.engine.types import (
 )
 from paceline.errors import NAN_LOGITS, QueueFullError, RequestError
 from paceline.http.exposition import Histogram, Registry
-from paceline.server.observability.metrics.buckets import (
-    CHUNK_BUCKETS,
-    LATENCY_BUCKETS,
-    N_BUCKETS,
-    PREEMPTION_BUCKETS,
-    QUEUE_BUCKETS,
-    TOKEN_TIME_BUCKETS,
-    TTFT_BUCKETS,
-    series_1_2_5,
-)
 
-__all__ = ["RequestMetrics", "RequestObserver", "Story"]
+__all__ = ["RequestMetrics", "RequestObserver", "Story", "series_1_2_5"]
+
+# bucket boundaries: vLLM's, and our own for quantities that it lacks
+# fmt: off
+_TTFT_BUCKETS: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)
+_TOKEN_TIME_BUCKETS: Final = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)
+_LATENCY_BUCKETS: Final = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)
+# most requests wait a step or two; vLLM's buckets begin where a server is overloaded
+_QUEUE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_LATENCY_BUCKETS)
+_CHUNK_BUCKETS: Final = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0, 128.0)
+_N_BUCKETS: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
+_PREEMPTION_BUCKETS: Final = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+# fmt: on
+
+
+def series_1_2_5(largest: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50, ... up to and including ``largest``."""
+    series: list[float] = []
+    decade = 1
+    while decade <= largest:
+        series += [float(m * decade) for m in (1, 2, 5) if m * decade <= largest]
+        decade *= 10
+    return tuple(series)
 
 
 class RequestMetrics:
@@ -46,56 +68,52 @@ class RequestMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return registry.histogram(f"vllm:{name}", text, buckets)
 
-        self.prompt_tokens = registry.number(
-            "counter", "vllm:prompt_tokens", "Prompt tokens processed."
+        number, numbers = partial(registry.number, "counter"), partial(registry.numbers, "counter")
+
+        self.prompt_tokens = number("vllm:prompt_tokens", "Prompt tokens processed.")
+        self.prompt_tokens_cached = number(
+            "vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."
         )
-        self.prompt_tokens_cached = registry.number(
-            "counter", "vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."
+        by_source = numbers(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source"
         )
-        by_source = registry.numbers(
-            "counter", "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.",
-            "source",
-        )  # fmt: skip
         self.prompt_tokens_computed = by_source.at("local_compute")
         self.prompt_tokens_hit = by_source.at("local_cache_hit")
-        self.generation_tokens = registry.number(
-            "counter", "vllm:generation_tokens", "Output tokens."
-        )
-        self.success = registry.numbers(
-            "counter", "vllm:request_success", "Choices that ended, by why.", "finished_reason"
+        self.generation_tokens = number("vllm:generation_tokens", "Output tokens.")
+        self.success = numbers(
+            "vllm:request_success", "Choices that ended, by why.", "finished_reason"
         )
         for reason in ("stop", "length", "abort", "error"):
             self.success.at(reason)
-        self.corrupted = registry.number(
-            "counter",
+        self.corrupted = number(
             "vllm:corrupted_requests",
             "Choices that ended because the model computed NaN or infinity for them.",
         )
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
+            "time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
         )
         self.inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Between tokens.", TOKEN_TIME_BUCKETS
+            "inter_token_latency_seconds", "Between tokens.", _TOKEN_TIME_BUCKETS
         )
         self.time_per_output_token = histogram(
             "request_time_per_output_token_seconds",
             "Mean time per output token after the first.",
-            TOKEN_TIME_BUCKETS,
+            _TOKEN_TIME_BUCKETS,
         )
         self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "Arrival to the end.", LATENCY_BUCKETS
+            "e2e_request_latency_seconds", "Arrival to the end.", _LATENCY_BUCKETS
         )
         self.queue_time = histogram(
-            "request_queue_time_seconds", "Arrival to first step.", QUEUE_BUCKETS
+            "request_queue_time_seconds", "Arrival to first step.", _QUEUE_BUCKETS
         )
         self.inference_time = histogram(
-            "request_inference_time_seconds", "First step to last token.", LATENCY_BUCKETS
+            "request_inference_time_seconds", "First step to last token.", _LATENCY_BUCKETS
         )
         self.prefill_time = histogram(
-            "request_prefill_time_seconds", "First step to first token.", LATENCY_BUCKETS
+            "request_prefill_time_seconds", "First step to first token.", _LATENCY_BUCKETS
         )
         self.decode_time = histogram(
-            "request_decode_time_seconds", "First token to last token.", LATENCY_BUCKETS
+            "request_decode_time_seconds", "First token to last token.", _LATENCY_BUCKETS
         )
         self.num_prompt_tokens = histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", counts
@@ -114,38 +132,32 @@ class RequestMetrics:
             counts,
         )
         self.num_preemptions = histogram(
-            "request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS
+            "request_num_preemptions", "Preemptions of a request.", _PREEMPTION_BUCKETS
         )
         self.num_chunks = registry.histogram(
             "paceline:request_chunks",
             "Steps that computed more than one token of a request, 0 if all was cached.",
-            CHUNK_BUCKETS,
+            _CHUNK_BUCKETS,
         )
-        self.params_n = histogram("request_params_n", "The n parameter.", N_BUCKETS)
+        self.params_n = histogram("request_params_n", "The n parameter.", _N_BUCKETS)
         self.params_max_tokens = histogram(
             "request_params_max_tokens", "The max_tokens parameter.", counts
         )
-        self.goodput = registry.numbers(
-            "counter",
-            "paceline:goodput_requests",
-            "Requests that met every target they had.",
-            "slo_class",
+        self.goodput = numbers(
+            "paceline:goodput_requests", "Requests that met every target they had.", "slo_class"
         )
-        self.judged = registry.numbers(
-            "counter",
+        self.judged = numbers(
             "paceline:slo_requests",
             "Requests that ended, refused ones too: goodput_requests / slo_requests is attainment.",
             "slo_class",
         )
-        self.violations = registry.numbers(
-            "counter",
+        self.violations = numbers(
             "paceline:slo_violations",
             "Targets missed, by class and kind: ttft, tpot, itl, deadline, unfinished, refused.",
             "slo_class",
             "kind",
         )
-        self.waited = registry.numbers(
-            "counter",
+        self.waited = numbers(
             "paceline:request_waited_seconds",
             "Seconds that finished choices waited to be started.",
             "reason",
@@ -153,7 +165,7 @@ class RequestMetrics:
         self.ttft_prediction_error = registry.histogram(
             "paceline:ttft_prediction_error_seconds",
             "Distance between predicted and actual time to first token.",
-            TTFT_BUCKETS,
+            _TTFT_BUCKETS,
         )
 
 

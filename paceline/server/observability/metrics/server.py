@@ -1,4 +1,4 @@
-"""All metrics of one app."""
+"""All metrics of one app; those of HTTP under the names of prometheus-fastapi-instrumentator."""
 
 from __future__ import annotations
 
@@ -11,14 +11,75 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.http.exposition import Description, Registry
 from paceline.server.observability.metrics.engine import EngineMetrics
-from paceline.server.observability.metrics.http import HttpMetrics
 from paceline.server.observability.metrics.requests import RequestMetrics
 from paceline.server.observability.metrics.tenants import TenantMetrics
 
 if TYPE_CHECKING:
     from paceline.server.observability.snapshot.scrape import Scrape
 
-__all__ = ["CONTENT_TYPE", "ServerMetrics"]
+__all__ = ["CONTENT_TYPE", "HttpMetrics", "ServerMetrics"]
+
+# prometheus-fastapi-instrumentator's
+_HTTP_BUCKETS: Final = (0.1, 0.5, 1.0)
+_HTTP_FINE_BUCKETS: Final = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0,
+    7.5, 10.0, 30.0, 60.0,
+)  # fmt: skip
+
+
+class HttpMetrics:
+    """Metrics of HTTP. Labels are route templates and known methods, never a caller's text."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._requests = registry.numbers(
+            "counter", "http_requests", "HTTP requests.", "handler", "method", "status", constant={}
+        )
+        self._duration = registry.histograms(
+            "http_request_duration_seconds",
+            "HTTP requests, from the first to the last byte.",
+            _HTTP_BUCKETS,
+            "handler",
+            "method",
+            constant={},
+        )
+        self._duration_fine = registry.histograms(
+            "http_request_duration_highr_seconds",
+            "The same in fine buckets and without labels.",
+            _HTTP_FINE_BUCKETS,
+            constant={},
+        ).at()
+        self._request_size = registry.histograms(
+            "http_request_size_bytes",
+            "Declared lengths of request bodies.",
+            (),
+            "handler",
+            constant={},
+        )
+        self._response_size = registry.histograms(
+            "http_response_size_bytes",
+            "Bytes of answers' bodies as sent.",
+            (),
+            "handler",
+            constant={},
+        )
+
+    def observe(
+        self,
+        handler: str,
+        method: str,
+        status: int,
+        seconds: float,
+        *,
+        request_bytes: int,
+        response_bytes: int,
+    ) -> None:
+        """Count one exchange. ``handler`` is a route's template or "none"."""
+        self._requests.at(handler, method, f"{status // 100}xx").value += 1
+        self._duration.at(handler, method).observe(seconds)
+        self._duration_fine.observe(seconds)
+        self._request_size.at(handler).observe(request_bytes)
+        self._response_size.at(handler).observe(response_bytes)
+
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _ENGINE: Final = "0"

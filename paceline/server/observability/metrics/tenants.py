@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from paceline.engine.types import GenerationOutput
@@ -28,29 +29,24 @@ class TenantMetrics:
     def __init__(self, registry: Registry, most: int, known: frozenset[str] = frozenset()) -> None:
         self._most = most + len(known)
         self._names = set(known)
+        counter = partial(registry.numbers, "counter")
         self.unfinished = registry.numbers(
             "gauge", "paceline:tenant_unfinished_requests", "Requests that wait or run.", "tenant"
         )
-        self.requests = registry.numbers(
-            "counter",
-            "paceline:tenant_requests",
-            "Requests that ended, refused ones too.",
-            "tenant",
+        self.requests = counter(
+            "paceline:tenant_requests", "Requests that ended, refused ones too.", "tenant"
         )
-        self.goodput = registry.numbers(
-            "counter",
-            "paceline:tenant_goodput_requests",
-            "Requests that met every target they had.",
-            "tenant",
+        self.goodput = counter(
+            "paceline:tenant_goodput_requests", "Requests that met every target they had.", "tenant"
         )
-        self.refused = registry.numbers(
-            "counter", "paceline:tenant_refused_requests", "Requests refused or expired.", "tenant"
+        self.refused = counter(
+            "paceline:tenant_refused_requests", "Requests refused or expired.", "tenant"
         )
-        self.prompt_tokens = registry.numbers(
-            "counter", "paceline:tenant_prompt_tokens", "Prompt tokens processed.", "tenant"
+        self.prompt_tokens = counter(
+            "paceline:tenant_prompt_tokens", "Prompt tokens processed.", "tenant"
         )
-        self.generation_tokens = registry.numbers(
-            "counter", "paceline:tenant_generation_tokens", "Output tokens.", "tenant"
+        self.generation_tokens = counter(
+            "paceline:tenant_generation_tokens", "Output tokens.", "tenant"
         )
         self.time_to_first_token = registry.histograms(
             "paceline:tenant_time_to_first_token_seconds", "Arrival to first token.", (), "tenant"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.server.observability.snapshot.growth import Growth, Quantiles, ratio
-from paceline.server.observability.snapshot.scrape import Scrape
+from paceline.server.observability.snapshot.scrape import Growth, Quantiles, Scrape, ratio
 
 __all__ = ["ClassRow", "Frame", "TenantRow", "make_frame"]
 

@@ -18,7 +18,7 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.apis.llama_cpp.protocol import SAMPLERS, LlamaBody, parse_parts
 from paceline.server.app import service_of
 from paceline.server.protocol.body import REFUSED, fields_of
-from paceline.server.transport.unserved_routes import UNSERVED_METHODS
+from paceline.server.transport.responses import UNSERVED_METHODS
 from tests.server.helpers import VOCAB, chat_prompt, connect, events, expected_text
 from tests.server.test_api_doc import RULES
 

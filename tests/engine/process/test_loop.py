@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.slo import Slo
-from paceline.engine.process.census import take_census
+from paceline.engine.process.loop import take_census
 from paceline.engine.types import ClassUse
 from tests.driving import Driver, make_request
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.cli.flags.batch_options import batch_config
+from paceline.cli.flags.server_options import batch_config
 from paceline.cli.main import build_parser
 from tests.cli.conftest import Command
 from tests.cli.servers import start_server

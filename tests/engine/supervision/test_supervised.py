@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from paceline.core.stats import SchedulerStats
-from paceline.engine.supervision.totals import COUNTERS, added
+from paceline.engine.supervision.supervised import COUNTERS, added
 from paceline.engine.types import EngineStats
 
 # how things are now; everything else in a snapshot goes on from scheduler to scheduler
