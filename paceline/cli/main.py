@@ -30,7 +30,7 @@ _COMMANDS: Final = {
     "list": "models.list",
     "rm": "models.rm",
     "ps": "watch.ps",
-    "top": "watch.top",
+    "top": "watch.top.command",
     "trace": "watch.trace",
     "doctor": "watch.doctor",
     "plan": "simulation.plan",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from paceline.backends.machine.topology import format_list, parse_list
 from paceline.cli.flags.arguments import (
@@ -37,6 +37,12 @@ __all__ = [
     "resolve_path",
 ]
 
+# settings with their flags' names
+_NAMED_AS_FLAGS: Final = (
+    "backend", "device", "dtype", "kv_dtype", "compute", "runner", "convert",
+    "matryoshka_dimensions", "isa", "max_model_len", "block_size", "num_blocks",
+    "enable_prefix_caching", "threads", "numa", "null_step_time",
+)  # fmt: skip
 DEFAULT_MODEL = "smollm2-135m"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -291,25 +297,10 @@ def engine_settings(
     return settings.changed(
         model_name=name,
         model_path=path,
-        backend=args.backend,
-        device=args.device,
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        compute=args.compute,
-        runner=args.runner,
-        convert=args.convert,
-        matryoshka_dimensions=args.matryoshka_dimensions,
-        isa=args.isa,
         packed_cache_bytes=args.packed_cache,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
         kv_cache_bytes=args.kv_cache_memory,
-        enable_prefix_caching=args.enable_prefix_caching,
         prefix_cache_bytes=args.prefix_cache_memory,
-        threads=args.threads,
-        numa=args.numa,
-        null_step_time=args.null_step_time,
+        **{name: getattr(args, name) for name in _NAMED_AS_FLAGS},
         log_level=log_level,
         log_format=log_format,
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.explicit_flags import given_flags
@@ -48,6 +48,14 @@ if TYPE_CHECKING:
     Serve = Callable[..., Awaitable[int]]
 
 __all__ = ["add_parser", "ready_line"]
+
+# fields of ServerConfig with their flags' names
+_NAMED_AS_FLAGS: Final = (
+    "drain_timeout", "price_per_hour", "metrics_tenants", "trust_request_chat_template",
+    "strict_fields", "max_logprobs", "enable_per_request_metrics", "tool_call_parser",
+    "reasoning_parser", "sse_keep_alive", "slow_reader_timeout", "ssl_certfile", "ssl_keyfile",
+    "otlp_endpoint",
+)  # fmt: skip
 
 _log = logging.getLogger("paceline.cli")
 
@@ -143,25 +151,12 @@ def _server_config(
 
     return ServerConfig(
         served_model_names=tuple(args.served_model_name),
-        drain_timeout=args.drain_timeout,
         max_body_bytes=args.max_body_size,
         default_sampling=default_sampling(settings),
         slo_classes={each.slo_class: each for each in args.slo_class},
-        price_per_hour=args.price_per_hour,
-        metrics_tenants=args.metrics_tenants,
-        trust_request_chat_template=args.trust_request_chat_template,
-        strict_fields=args.strict_fields,
-        max_logprobs=args.max_logprobs,
         enable_tokenizer_info=args.enable_tokenizer_info_endpoint,
-        enable_per_request_metrics=args.enable_per_request_metrics,
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        sse_keep_alive=args.sse_keep_alive,
-        slow_reader_timeout=args.slow_reader_timeout,
-        ssl_certfile=args.ssl_certfile,
-        ssl_keyfile=args.ssl_keyfile,
         api_keys=api_keys,
-        otlp_endpoint=args.otlp_endpoint,
+        **{name: getattr(args, name) for name in _NAMED_AS_FLAGS},
         **limit_settings(args),
         what_if=WhatIfConfig(
             command=WHAT_IF_PROCESS,

@@ -30,9 +30,8 @@ from paceline.server.generation.run import RunObserver, merged, run_one
 from paceline.server.model_formats.reasoning import REASONING_FORMATS, Thinking, detect_reasoning
 from paceline.server.model_formats.tool_formats import TOOL_FORMATS, detect_format
 from paceline.server.observability.metrics.engine import FaultCollector
-from paceline.server.observability.metrics.requests import RequestObserver
+from paceline.server.observability.metrics.requests import RequestObserver, TenantObserver
 from paceline.server.observability.metrics.server import ServerMetrics
-from paceline.server.observability.metrics.tenants import TenantObserver
 from paceline.server.observability.tracing import Tracing
 from paceline.server.protocol.earlier_calls import wants_short_ids
 from paceline.server.protocol.requests import RequestRules

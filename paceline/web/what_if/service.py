@@ -58,6 +58,12 @@ _MOST_REQUESTS: Final = 20_000
 # seconds without a poll after which a job is ended, and seconds between checks
 _FORGOTTEN: Final = 180.0
 _LOOK: Final = 1.0
+# what the child is given of the engine's description, and of the job
+_OF_ENGINE: Final = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "policy", "block_size", "num_blocks",
+    "enable_prefix_caching",
+)  # fmt: skip
+_OF_JOB: Final = ("policies", "budgets", "loads", "max_num_seqs")
 # the state of a caller without a job
 _IDLE: Final = {"status": "idle"}
 
@@ -298,22 +304,11 @@ class WhatIf:
             step_times = {"kind": "roofline", "hardware": job.hardware, "model": job.model}
         return {
             "settings": self._config.settings,
-            "engine": {
-                "max_model_len": info.max_model_len,
-                "max_num_seqs": info.max_num_seqs,
-                "max_num_batched_tokens": info.max_num_batched_tokens,
-                "policy": info.policy,
-                "block_size": info.block_size,
-                "num_blocks": info.num_blocks,
-                "enable_prefix_caching": info.enable_prefix_caching,
-            },
+            "engine": {name: getattr(info, name) for name in _OF_ENGINE},
             "workload": {"kind": job.workload, "path": str(place.trace)},
             "frames": None if frames is None else str(frames),
             "step_times": step_times,
-            "policies": job.policies,
-            "budgets": job.budgets,
-            "loads": job.loads,
-            "max_num_seqs": job.max_num_seqs,
+            **{name: getattr(job, name) for name in _OF_JOB},
             "targets": {
                 "ttft": None if job.ttft_ms is None else job.ttft_ms / 1e3,
                 "tpot": None if job.tpot_ms is None else job.tpot_ms / 1e3,

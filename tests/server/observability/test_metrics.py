@@ -25,9 +25,9 @@ from paceline.server.app import service_of
 from paceline.server.observability.metrics.requests import (
     RequestMetrics,
     RequestObserver,
+    TenantMetrics,
     series_1_2_5,
 )
-from paceline.server.observability.metrics.tenants import TenantMetrics
 from tests.server.helpers import VOCAB, chat_body, connect, metric, rested, say, scrape
 
 pytestmark = pytest.mark.anyio

@@ -8,7 +8,3 @@
     view.py, gateway_view.py   -> rich                  for users
     command.py         flags, the loop, JSON
 """
-
-from paceline.cli.watch.top.command import add_parser
-
-__all__ = ["add_parser"]

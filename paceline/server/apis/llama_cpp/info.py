@@ -10,7 +10,7 @@ from paceline.engine.protocol import Tokenizer
 from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_string, show
 from paceline.server.apis.llama_cpp.protocol import Part, parse_parts, part_schema
-from paceline.server.apis.llama_cpp.serving import NO_SLOT, generation_settings
+from paceline.server.apis.llama_cpp.serving import NO_SLOT, generation_settings, sampling_settings
 from paceline.server.generation.service import Entry, Service
 from paceline.server.protocol import schemas
 from paceline.server.protocol.body import Body
@@ -193,13 +193,7 @@ def _slot(entry: Entry, length: int) -> dict[str, Any]:
         "n_prompt_tokens": len(request.prompt_token_ids),
         "params": {
             "n_predict": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "repeat_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
+            **sampling_settings(sampling),
             "stream": not request.whole,
         },
         "next_token": {"has_next_token": True, "n_remain": limit - done, "n_decoded": done},

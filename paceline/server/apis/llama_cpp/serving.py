@@ -24,7 +24,7 @@ from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import GenerationOptions
 from paceline.server.protocol.responses import Timings, encode
 
-__all__ = ["NO_SLOT", "generation_settings", "llama_answer", "llama_events"]
+__all__ = ["NO_SLOT", "generation_settings", "llama_answer", "llama_events", "sampling_settings"]
 
 # a request is not bound to a slot here
 NO_SLOT: Final = -1
@@ -249,6 +249,13 @@ def _selected(request: LlamaRequest, answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def sampling_settings(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the settings of sampling that llama-server has too, in its fields."""
+    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+    settings = {name: getattr(sampling, name) for name in names}
+    return settings | {"repeat_penalty": sampling.repetition_penalty}
+
+
 def generation_settings(
     sampling: SamplingParams,
     options: GenerationOptions,
@@ -267,15 +274,9 @@ def generation_settings(
         "n_predict": 0 if request is not None and request.only_prompt else limit,
         "max_tokens": limit,
         "seed": -1 if request is None else sampling.seed,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repeat_penalty": sampling.repetition_penalty,
+        **sampling_settings(sampling),
         # penalties cover the whole context
         "repeat_last_n": -1,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
         "samplers": SAMPLERS,
         # unserved methods are off
         "dynatemp_range": 0.0,

@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.http.exposition import Description, Registry
 from paceline.server.observability.metrics.engine import EngineMetrics
-from paceline.server.observability.metrics.requests import RequestMetrics
-from paceline.server.observability.metrics.tenants import TenantMetrics
+from paceline.server.observability.metrics.requests import RequestMetrics, TenantMetrics
 
 if TYPE_CHECKING:
     from paceline.server.observability.snapshot.scrape import Scrape
