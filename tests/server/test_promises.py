@@ -33,8 +33,10 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.apis.openai.answers import UsageCount
 from paceline.server.app import service_of
 from paceline.server.observability.metrics.requests import RequestMetrics, RequestObserver
+from paceline.server.protocol.requests import parse_completion
 from paceline.server.protocol.responses import DraftCount, Explanation, encode
 from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, rested, scrape
+from tests.server.test_api_doc import RULES
 
 pytestmark = pytest.mark.anyio
 
@@ -283,7 +285,7 @@ def test_every_field_of_a_timeline_is_told() -> None:
 
 @pytest.mark.parametrize(("demoted", "said"), [(False, {}), (True, {"demoted": True})])
 def test_an_answer_says_that_its_request_was_demoted(demoted: bool, said: dict[str, bool]) -> None:
-    count = UsageCount(1)
+    count = UsageCount(1, parse_completion({"prompt": ""}, RULES).options)
     for timeline in (TIMELINE._replace(demoted=demoted), None):
         delta = ChoiceDelta(index=0, text="", token_ids=(1,), timeline=timeline)
         count.update(

@@ -139,7 +139,7 @@ async def token_events(
     head = AnswerHead.of("gen", request_id, service)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)
     options = request.options
-    count = UsageCount.of(1, options)
+    count = UsageCount(1, options)
 
     def render(output: GenerationOutput) -> bytes:
         count.update(0, output)

@@ -120,55 +120,30 @@ class PlainEvents:
 
 
 class UsageCount:
-    """Token counts of an answer, over all its prompts, and explanations of its choices.
+    """Token counts of an answer, over all its prompts, and explanations of its choices."""
 
-    Args:
-        explain: report why each choice waited.
-        cache_block: tokens of a block of the prefix cache; 0: no cache.
-        metrics: report vLLM's times; only for a single prompt and choice.
-        timings: report llama-server's times, of one prompt with all its choices.
-        predicted: report verified draft tokens from the caller's prediction.
-    """
-
-    def __init__(
-        self,
-        num_prompts: int,
-        *,
-        explain: bool = False,
-        cache_block: int = 0,
-        metrics: bool = False,
-        timings: bool = False,
-        single: bool = False,
-        predicted: bool = False,
-    ) -> None:
+    def __init__(self, num_prompts: int, options: GenerationOptions) -> None:
         self._rows = [(0, 0, 0)] * num_prompts
-        self._cache_block = cache_block
-        self._tells_metrics = metrics and num_prompts == 1
-        self._tells_timings = timings
+        # tokens of a block of the prefix cache; 0: no cache
+        self._cache_block = options.cache_block
+        # report vLLM's times, only for a single prompt and choice; and llama-server's
+        self._tells_metrics = options.tells_metrics and options.n == num_prompts == 1
+        self._tells_timings = options.tells_timings
         self._times: RequestTimes | None = None
-        self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
+        # why each choice waited; None: not explained
+        explained: dict[tuple[int, int], Explanation] = {}
+        self._timelines = explained if options.explain else None
         self._demoted = False
         # accepted and rejected draft tokens of each choice; None: no prediction
-        self._predicted: dict[tuple[int, int], tuple[int, int]] | None = {} if predicted else None
+        drafted: dict[tuple[int, int], tuple[int, int]] = {}
+        self._predicted = None if options.prediction is None else drafted
         # reasoning tokens; None: the model does not reason
         self._reasoning: int | None = None
-        # one choice per prompt: its tokens are the prompt's
-        self._single = single
+        # one choice per prompt: its tokens are the prompt's; those made before a resumption belong
+        # to the prompt and not to this speed
+        self._single = options.n == 1 and not options.resume_output_ids
         # tokens of each choice so far; only counted if its speed is reported
         self._tokens: Counter[tuple[int, int]] = Counter()
-
-    @classmethod
-    def of(cls, num_prompts: int, options: GenerationOptions) -> UsageCount:
-        return cls(
-            num_prompts,
-            explain=options.explain,
-            cache_block=options.cache_block,
-            metrics=options.tells_metrics and options.n == 1,
-            timings=options.tells_timings,
-            # tokens made before a resumption belong to the prompt and not to this speed
-            single=options.n == 1 and not options.resume_output_ids,
-            predicted=options.prediction is not None,
-        )
 
     def expect(self, index: int, num_prompt_tokens: int) -> None:
         """Count a prompt without output yet."""
@@ -371,7 +346,7 @@ async def collect(
     """Collect all outputs to the end."""
     n = options.n
     choices = [Choice() for _ in range(num_prompts * n)]
-    count = UsageCount.of(num_prompts, options)
+    count = UsageCount(num_prompts, options)
     prompt_logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * num_prompts
     async for index, output in outputs:
         count.update(index, output)

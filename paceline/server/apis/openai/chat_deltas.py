@@ -101,7 +101,7 @@ class ChatPieces:
         plan = request.template.tools
         # None: the output cannot hold calls
         self.plan = plan if plan is not None and plan.calls else None
-        self.count = UsageCount.of(1, request.options)
+        self.count = UsageCount(1, request.options)
         self.count.expect(0, len(prompt))
         n = request.options.n
         self._tells_reasoning = request.tells_reasoning

@@ -210,7 +210,7 @@ class CompletionStream:
         self._echoes = echoes
         options = request.options
         self._n = options.n
-        self._usage = UsageCount.of(len(prompts), options)
+        self._usage = UsageCount(len(prompts), options)
         self._chunks = Chunks(CompletionChunk, head, options, tokenizer, self._usage)
         self._middle = PlainEvents("text", self._chunks.wants_ids)
         self.end = self._chunks.end

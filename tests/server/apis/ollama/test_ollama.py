@@ -99,7 +99,9 @@ async def test_calls_come_at_the_end_as_objects(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's words are chosen here."""
-    count = UsageCount(1, explain=False)
+    asked = parse_ollama_chat({"messages": MESSAGES}, RULES).asked
+    assert asked is not None
+    count = UsageCount(1, asked.options)
     calls = [Call("now", "id", text) for text in ('{"zone": "CET"}', '{"zone')]
 
     async def pieces(*_: object) -> AsyncIterator[ChatPiece]:
