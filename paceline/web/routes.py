@@ -10,9 +10,9 @@
     * /ui/api/what-if...       see ``what_if.routes``, likewise
     GET /ui/api/operations     keys, limits, models, settings and state, likewise
 
-The files need no key: they are this package's public code. The page's data comes from the API, with
-the key that its reader types in. They are in memory after the first request, with headers that
-restrict the browser.
+The files need no key: they are this package's public code, in memory after the first request, with
+headers that restrict the browser. The page's data comes from the API, with the key that its reader
+types in.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ __all__ = [
     "GenerationBody",
     "TemplateBody",
     "UnservedFields",
-    "parse_prediction",
     "undone",
 ]
 
@@ -106,36 +105,6 @@ class UnservedFields(Body):
     verbosity = ignored()
 
 
-_NAME = "prediction"
-
-
-def parse_prediction(given: Any, name: str, _: RequestRules) -> str:
-    """Return the text of ``{"type": "content", "content": ...}``: a string or text parts.
-
-    Raises InvalidRequestError for anything else.
-    """
-    value = check_object(given, name)
-    if value.get("type") != "content":
-        raise _error(f'prediction.type must be "content", got {show(value.get("type"))}')
-    content = value.get("content")
-    if type(content) is str:
-        return content
-    if type(content) is not list:
-        raise _error(f"prediction.content must be a string or text parts, got {show(content)}")
-    return "".join(_text(part, f"prediction.content[{i}]") for i, part in enumerate(content))
-
-
-def _text(part: Any, where: str) -> str:
-    if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
-        raise _error(f'{where} must be {{"type": "text", "text": ...}}, got {show(part)}')
-    text: str = part["text"]
-    return text
-
-
-def _error(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, _NAME)
-
-
 _MAX_STOPS: Final = 16
 _MAX_STOP_CHARS: Final = 1024
 _MAX_SALT_CHARS: Final = 1024
@@ -171,6 +140,34 @@ def _truncation(value: Any, name: str, _: RequestRules) -> int:
     if count == 0:
         raise InvalidRequestError(f"{name} must be -1 (as many as fit) or at least 1, got 0", name)
     return count
+
+
+def _prediction(given: Any, name: str, _: RequestRules) -> str:
+    """Return the text of ``{"type": "content", "content": ...}``, as in OpenAI's API: a string or
+    text parts, which hold most of the answer as the caller expects it."""
+    value = check_object(given, name)
+    if value.get("type") != "content":
+        what = show(value.get("type"))
+        raise InvalidRequestError(f'{name}.type must be "content", got {what}', name)
+    content = value.get("content")
+    if type(content) is str:
+        return content
+    if type(content) is not list:
+        raise InvalidRequestError(
+            f"{name}.content must be a string or text parts, got {show(content)}", name
+        )
+    for place, part in enumerate(content):
+        if (
+            type(part) is not dict
+            or part.get("type") != "text"
+            or type(part.get("text")) is not str
+        ):
+            raise InvalidRequestError(
+                f'{name}.content[{place}] must be {{"type": "text", "text": ...}}, got '
+                f"{show(part)}",
+                name,
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _output_limit(rules: RequestRules, low: int = 1) -> Schema:
@@ -327,7 +324,7 @@ class ChatBody(TemplateBody, GenerationBody):
     echo = boolean(note="the answer begins with the last message, where that is of the same role")
     include_reasoning = boolean(True, note="`false`: thoughts are not told")
     prediction = described(
-        parse_prediction,
+        _prediction,
         schemas.PREDICTION,
         note='`{"type": "content", "content": text or text parts}`: what most of the answer is '
         "expected to be. Its tokens are verified several in a step, as far as steps have room, "
