@@ -28,9 +28,10 @@ RENAMED: Final = {
     "plan_lead_s": "schedule_ahead_s",
     "relegate_late": "demote_late",
     # keys of the gateway's file
-    "max_body_size": "max_body_bytes",
+    "max_body_bytes": "max_body_size",
     "max_queued": "max_num_waiting",
     "max_rest_wait": "max_cooldown_wait",
+    "silence": "liveness_timeout",
     # values of --dtype
     "native": "gguf",
 }

@@ -121,7 +121,7 @@ class Search:
         self._runs.setdefault(rate, []).append(run)
 
     def next(self) -> float | None:
-        """Return the next rate; None: the search is done. Call ``add`` before the next call."""
+        """Return the next rate, None when the search is done. Call ``add`` before the next call."""
         # repeated runs may leave no rate within, and then lower ones are looked for
         rate = self._next()
         return self._next_again() if rate is None else round(rate, 3)

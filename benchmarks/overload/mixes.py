@@ -98,7 +98,7 @@ def minute_of(mix: Mix, seed: int) -> list[Arrival]:
 
 
 def _slo(arrival: Arrival) -> Slo | None:
-    """Return the targets by which a request is judged; None: it is not."""
+    """Return the targets by which a request is judged; None if it is not judged."""
     if arrival.slo_class == "best-effort":
         return None
     if arrival.ttft is None and arrival.deadline is None:

@@ -146,7 +146,7 @@ def play(
 
 
 def in_time(served: Served | None, slo: Slo | None = None) -> bool:
-    """Whether a request was served within ``slo``; None: within its own targets."""
+    """Return whether a request met ``slo``, or its own targets if that is None."""
     if served is None or served.first_token is None or served.last_token is None:
         return False
     arrival = served.arrival

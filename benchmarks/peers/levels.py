@@ -57,7 +57,7 @@ LEVELS: Final = {
 
 
 def chosen_level(name: str | None, here: Sequence[str]) -> Level | None:
-    """Return the level that LEVEL names; None: no limit.
+    """Return the level that LEVEL names, None without a limit.
 
     Args:
         here: levels of our kernels that run on this machine.

@@ -74,14 +74,13 @@ class Report:
         found = []
         if self.interrupted:
             found.append(
-                "The run was interrupted: requests in flight are left out, the longest most likely."
+                "The run was interrupted: requests in flight are left out, mostly the longest."
             )
         if not self.kept_up:
             late = max(d.p99 for d in (self.late, self.lag) if d is not None)
             found.append(
-                "The generator could not keep up: at the 99th percentile it was "
-                f"{1e3 * late:.1f} ms late, and latencies contain that. Give it a core of its own, "
-                "or a lower rate."
+                f"The generator could not keep up: at the 99th percentile it was {1e3 * late:.1f} "
+                "ms late, which latencies include. Give it a core of its own, or a lower rate."
             )
         if self.counted != "usage" and self.ok:
             found.append(

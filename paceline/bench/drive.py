@@ -73,7 +73,7 @@ class Server:
                 "no user or password"
             )
         if not (key.isascii() and key.isprintable()):
-            raise ConfigError("the API key has characters that no header can hold")
+            raise ConfigError("the API key has characters that are not allowed in a header")
         tls = parts.scheme == "https"
         base = parts.path.rstrip("/") or "/v1"
         return cls(parts.hostname, port or (443 if tls else 80), tls, base, parts.netloc, key)
@@ -169,8 +169,7 @@ async def prepare(server: Server, bodies: Bodies, *, warmup: int, timeout: float
             found = answer.results()
             if found["failure"]:
                 raise ConfigError(
-                    f"the server does not answer as it should: {found['failure']}: "
-                    f"{found['detail']}"
+                    f"the server does not answer correctly: {found['failure']}: {found['detail']}"
                 )
             if found["prompt_tokens"]:
                 samples.append((count, found["prompt_tokens"]))
@@ -194,8 +193,8 @@ async def _model(connections: _Connections, server: Server, timeout: float) -> s
         pass
     found = answer.results()
     raise ConfigError(
-        f"{server.base}/models names no model ({found['failure']}: {found['detail']}): "
-        "is the server up, is the key right? --model NAME says it too"
+        f"{server.base}/models names no model ({found['failure']}: {found['detail']}): is the "
+        "server up, is the key right? --model NAME names one too"
     )
 
 

@@ -94,9 +94,9 @@ class Plan:
             ConfigError: a bad length, rate or trace, or no option that says when to send.
         """
         if rate is None and concurrency is None and not trace:
-            raise ConfigError("say when to send: --rate, --concurrency or --trace")
+            raise ConfigError("give --rate, --concurrency or --trace")
         if rate is not None and concurrency is not None:
-            raise ConfigError("--rate is an open loop and --concurrency a closed one: choose")
+            raise ConfigError("--rate is an open loop and --concurrency a closed one: give one")
         if number is None and duration is None and (not trace or rate is not None):
             number = _NUMBER
         # a closed loop sends when it can, so the times do not matter
@@ -236,7 +236,7 @@ def _parse_prompt(line: str, where: str) -> _Prompt:
             fields = {name: value for name, value in row.items() if name not in _OF_THE_RUN}
             return _Prompt(text, messages, most, fields)
     raise ConfigError(
-        f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}, if need be with '
+        f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}, optionally with '
         f'"{_MOST[0]}" or "{_MOST[1]}": a whole number'
     )
 
@@ -264,7 +264,7 @@ class Bodies:
 
     def __post_init__(self) -> None:
         if self.endpoint == "completions" and self.prompts is not None and self.prompts.messages:
-            raise ConfigError("--prompts has messages, which --endpoint completions does not take")
+            raise ConfigError("--prompts has messages, which --endpoint completions cannot send")
 
     def make(self, arrival: Arrival, number: int) -> tuple[bytes, int | None, int]:
         """Return the body, and the prompt and output tokens that it asks for; the prompt tokens are

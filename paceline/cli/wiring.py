@@ -75,15 +75,15 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         ("--numa", load.numa, "auto"),
     ):
         if value != unset:
-            raise ConfigError(f"{flag} {value} changes nothing with --backend null: leave it out")
+            raise ConfigError(f"{flag} {value} has no effect with --backend null: leave it out")
     num_blocks = load.num_blocks or _NULL_BLOCKS
     if load.kv_cache_bytes is not None:
         # NullBackend's layout: one 8-byte slot per token
         num_blocks = load.kv_cache_bytes // (8 * load.block_size)
         if num_blocks < 1:
             raise ConfigError(
-                f"--kv-cache-memory {shown_bytes(load.kv_cache_bytes)} holds no block: one of "
-                f"{load.block_size} tokens takes {8 * load.block_size} bytes"
+                f"--kv-cache-memory {shown_bytes(load.kv_cache_bytes)} is too small for a block: "
+                f"{load.block_size} tokens take {8 * load.block_size} bytes"
             )
     return NullBackend(
         vocab_size=ByteTokenizer().vocab_size,
@@ -188,7 +188,7 @@ def _pooled(
                 "this encoder computes a prompt in one step: raise the second or lower the first"
             )
         _log.warning(
-            "max_model_len=%d: this encoder computes a prompt in one step of at most %d tokens; "
+            "max_model_len=%d: this encoder computes a prompt in one step, of at most %d tokens; "
             "--max-num-batched-tokens %d serves all its positions",
             most, most, max_model_len,
         )  # fmt: skip

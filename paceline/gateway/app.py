@@ -182,7 +182,7 @@ class Gateway:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
         path, tenant = incoming.path, incoming.tenant
-        body = read_body(await incoming.read_json(self.config.max_body_bytes))
+        body = read_body(await incoming.read_json(self.config.max_body_size))
         size = measure(body.fields)
         tokens = self._bytes_per_token.tokens(body.model, size)
         route = self.routes.find(body.model, tokens, path=path).serving(path, body)
@@ -293,7 +293,7 @@ class Gateway:
             if old == new or name in ("engines", "models"):
                 continue
             if name in _FIXED:
-                fixed.append(f"{name} needs a new start")
+                fixed.append(f"{name} needs a restart")
             else:
                 told.append(f"{name} {old} -> {new}")
         self.config, self.keys = config, keys

@@ -72,8 +72,7 @@ def check_json_items(body: bytes | bytearray, limit: int, what: str = "the reque
     found = _marks(_STRING.sub(b"", body))
     if found > limit:
         raise InvalidRequestError(
-            f"{what} has lists and objects of about {found} entries together, at most {limit} are "
-            "allowed"
+            f"{what} has about {found} entries in lists and objects, at most {limit} are allowed"
         )
 
 

@@ -73,7 +73,7 @@ class Connection(PlainProtocol, WatchedProtocol):
         if len(self.connections) > self._bounds.max_connections:
             _log.warning("connection_refused open=%d", len(self.connections) - 1)
             most = self._bounds.max_connections
-            self._refuse(503, f"the server has as many connections as it takes: {most}")
+            self._refuse(503, f"the server has reached its limit of {most} connections")
             return
         self._start_clock()
 
@@ -105,7 +105,7 @@ class Connection(PlainProtocol, WatchedProtocol):
             raise _RefusedError
         if self.parser.get_method() == b"CONNECT":
             # the data after it belongs to another protocol
-            self._refuse(501, "this server is no proxy: CONNECT is not served")
+            self._refuse(501, "this server is not a proxy: CONNECT is not served")
             raise _RefusedError
         hosts = [*map(_name_of, self.headers)].count(b"host")
         if hosts > 1 or (not hosts and version == "1.1"):
@@ -157,7 +157,7 @@ class Connection(PlainProtocol, WatchedProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > self._bounds.max_head_bytes:
                 most = self._bounds.max_head_bytes
-                self._refuse(431, f"request line and headers may have {most} bytes together")
+                self._refuse(431, f"the request line and headers may have {most} bytes together")
 
     def on_response_complete(self) -> None:
         # the request that uvicorn starts now
@@ -168,7 +168,7 @@ class Connection(PlainProtocol, WatchedProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if not self._refused:
-            self._refuse(400, "this is no HTTP request")
+            self._refuse(400, "this is not an HTTP request")
 
     def _start_clock(self) -> None:
         self._arrived()
@@ -203,8 +203,8 @@ class Connection(PlainProtocol, WatchedProtocol):
             return
         self._refuse(
             408,
-            f"the request did not arrive within {self._bounds.receive_timeout:g} s, and one more "
-            f"for every {_MIN_RATE} bytes",
+            f"the request did not arrive within {self._bounds.receive_timeout:g} s plus 1 s for "
+            f"every {_MIN_RATE} bytes",
         )
 
     def _refuse(self, status: int, message: str) -> None:

@@ -137,8 +137,8 @@ class KeyRing:
         if len(set(names)) < len(names) or len(names) > _MAX_KEYS:
             twice = next((name for name in names if names.count(name) > 1), "")
             raise ConfigError(
-                f"{len(names)} API keys: at most {_MAX_KEYS}, each with a name of its own"
-                + (f", and {twice} is there twice" if twice else "")
+                f"{len(names)} API keys: at most {_MAX_KEYS} are allowed, with different names"
+                + (f", and {twice} occurs twice" if twice else "")
             )
 
     def __len__(self) -> int:
@@ -159,18 +159,20 @@ class KeyRing:
         """
         if not self._keys and path.startswith(ADMIN_PREFIX):
             raise HttpError(
-                403, f"{ADMIN_PREFIX} is for keys of scope admin, and this server was given no keys"
+                403,
+                f"{ADMIN_PREFIX} requires a key of scope admin, and this server was started "
+                "without keys",
             )
         if not self._keys or path in OPEN_PATHS or is_page(path):
             return None
         key = self._find(_presented(headers))
         if key is None:
             raise HttpError(
-                401, "this server wants an API key: Authorization: Bearer KEY, or x-api-key: KEY"
+                401, "this server requires an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             )
         wants_admin = path in ADMIN_PATHS or path.startswith((ADMIN_PREFIX, _PAGE_API_PREFIX))
         if wants_admin and key.scope != "admin":
-            raise HttpError(403, f"{path} wants a key of scope admin; this one has {key.scope}")
+            raise HttpError(403, f"{path} requires a key of scope admin; this one has {key.scope}")
         return key
 
     def _find(self, presented: str) -> ApiKey | None:

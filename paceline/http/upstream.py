@@ -333,7 +333,7 @@ class Pool:
         if connection.leads_to_credentials:
             # decided by the address that answered, not by the name
             connection.drop()
-            why = "no connection: its address is where clouds keep credentials"
+            why = "no connection: its address hands out credentials in clouds"
             raise ConnectError(why, unreachable=True)
         return connection
 

@@ -63,8 +63,8 @@ def refuse_other_origins(scope: Scope, allowed: tuple[str, ...]) -> None:
     if not own:
         raise HttpError(
             403,
-            f"a web page of {'another origin' if origin is None else ascii(origin[:80])} may send "
-            "nothing here; --cors-origin lets the pages of an origin",
+            f"a web page of {'another origin' if origin is None else ascii(origin[:80])} may not "
+            "send requests here; --cors-origin allows an origin",
         )
 
 
@@ -125,7 +125,7 @@ class _AllowedHosts:
         request_id = uuid4().hex
         client = (scope.get("client") or ("",))[0]
         _log.info("refused id=%s status=421 client=%s", request_id, client)
-        error = HttpError(421, "this server does not answer to the name that was asked for")
+        error = HttpError(421, "this server does not accept the Host header of this request")
         answer = self._refusal(error, scope["path"], request_id)
         answer.headers["x-request-id"] = request_id
         await answer(scope, receive, send)

@@ -45,8 +45,8 @@ def test_number_and_duration() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "say when to send"),
-        ({"rate": 1.0, "concurrency": 2}, "choose"),
+        ({}, "give --rate, --concurrency or --trace"),
+        ({"rate": 1.0, "concurrency": 2}, "give one"),
         ({"rate": 1.0, "input_len": "normal(3)"}, "is not a length"),
         ({"trace": "no-such-file"}, "neither a file"),
     ],
@@ -143,7 +143,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     body, _, _ = made(Bodies("m", "chat", Words(0), PromptFile(path)), Arrival(0.0, 1, 1))
     assert body["messages"] == [{"role": "user", "content": "Hi"}]
-    with pytest.raises(ConfigError, match="completions does not take"):
+    with pytest.raises(ConfigError, match="completions cannot send"):
         Bodies("m", "completions", Words(0), PromptFile(path))
 
 

@@ -117,7 +117,7 @@ def test_a_fault_is_weighed_against_the_unhurt_stream() -> None:
     assert _pauses([1.0, 3.0]) == {"pause_p50_s": 2.0, "pause_p99_s": 2.98}
 
 
-def test_routers_are_left_out_where_nobody_asks_or_they_do_not_install(
+def test_routers_are_left_out_unless_requested_and_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, missing = router_pythons(Options.read({}).routers, tmp_path)

@@ -25,7 +25,7 @@ def test_runs_that_cannot_be_predicted_are_reported_and_left_out(
     results = vllm(tmp_path, (MODEL,))
     assert set(results["vllm"]) == set(results["vllm_operators_alone"]) == {"known"}
     assert set(results["vllm"]["known"]) == {f"{name}_err" for name in METRICS}
-    # nobody else on its hardware was measured
+    # no other server on its hardware was measured
     assert results["vllm_host_s"] == {"known": 0.0}
     assert set(results["vllm_left_out"]) == {"unheard-of", "no-profile"}
     printed = capsys.readouterr().out

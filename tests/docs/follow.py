@@ -112,7 +112,7 @@ def _end(group: int) -> None:
 
 
 def _free_ports(stack: ExitStack, names: Sequence[str]) -> Mapping[str, str]:
-    """A port that nobody has for each that the page has."""
+    """A free port for each that the page has."""
     taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
     return {name: str(free.getsockname()[1]) for name, free in zip(names, taken, strict=True)}
 

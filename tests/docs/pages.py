@@ -53,7 +53,7 @@ class Mark:
     extra: str = ""
     # the test that runs it instead
     by: str = ""
-    # why nobody runs it
+    # why it is not run
     reason: str = ""
 
 
@@ -136,7 +136,7 @@ def _mark(token: Token | None) -> Mark | None:
 
 
 def not_run() -> list[str]:
-    """A line for each block that nobody runs: where, why, and how it begins."""
+    """A line for each block that is not run: where, why, and how it begins."""
     return [
         f"{block}: {block.mark.reason} | {block.code.strip().splitlines()[0][:60]}"
         for path in PAGES

@@ -1,7 +1,7 @@
 """Every code block of README, CONTRIBUTING and docs is marked, and does what its mark says.
 
 ``run-quick`` against the null backend in `make test`, ``run`` with the default model in
-`make test-docs`. `python -m tests.docs.pages` prints those that nobody runs, with the reasons.
+`make test-docs`. `python -m tests.docs.pages` prints those that are not run, with the reasons.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_a_test_that_runs_a_block_knows_its_page() -> None:
             assert Path(block.page).name in source, f"{block}: {block.mark.by} is of another page"
 
 
-def test_those_that_nobody_runs_are_few() -> None:
+def test_few_blocks_are_not_run() -> None:
     assert len(not_run()) <= MOST_NOT_RUN
 
 

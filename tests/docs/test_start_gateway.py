@@ -50,7 +50,7 @@ def test_a_newcomer_gets_there(tmp_path: Path) -> None:
     steps = follow(PAGE, tmp_path, os.environ["PATH"], 100.0)
     asked = json.loads(printed(steps, "paceline gateway --engine"))
     assert asked["usage"]["completion_tokens"] > 0
-    assert "2 engines, 1 models: the file is good" in printed(steps, "--check")
+    assert "2 engines, 1 models: the file is valid" in printed(steps, "--check")
     killed = printed(steps, "Tell me a long story")
     (first,) = re.findall(r"^killed ([ab])$", killed, re.MULTILINE)
     assert killed.rstrip().endswith("data: [DONE]")

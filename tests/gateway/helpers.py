@@ -85,7 +85,7 @@ def configured(*engines: Engine, **fields: Any) -> GatewayConfig:
         )
         for number, engine in enumerate(engines, 1)
     )
-    defaults: dict[str, Any] = {"poll_interval": 0.05, "poll_timeout": 0.3, "silence": 0.6}
+    defaults: dict[str, Any] = {"poll_interval": 0.05, "poll_timeout": 0.3, "liveness_timeout": 0.6}
     return GatewayConfig(engines=found, **(defaults | fields))
 
 

@@ -120,7 +120,7 @@ async def test_11_a_long_wait_is_kept_alive_and_statuses_stay_honest() -> None:
         late = await client.post(CHAT, json=chat(stream=True))
         assert late.status_code == 200
         told = streamed(late)
-        assert "refused it (400)" in told[0]["error"]["message"] and told[-1] == "[DONE]"
+        assert "refused (400)" in told[0]["error"]["message"] and told[-1] == "[DONE]"
 
 
 async def test_11_comments_also_come_while_a_request_waits_for_its_turn() -> None:

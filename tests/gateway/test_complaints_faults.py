@@ -87,7 +87,7 @@ async def test_01_counters_do_not_leak_when_callers_hang_up_or_time_runs_out() -
         assert min(len(one.bodies), len(two.bodies)) >= 5
 
 
-async def test_03_an_engine_that_hangs_holds_nobody_for_ever() -> None:
+async def test_03_an_engine_that_hangs_holds_no_caller_for_ever() -> None:
     never = replace(WHOLE, delay=60.0)
     async with (
         scripted(never) as hangs,
@@ -150,7 +150,7 @@ async def test_05_a_pause_is_not_shortened_by_what_comes_later() -> None:
         state = gateway.upstreams.by_name["e1"]
         assert len(engine.bodies) == 2 and state.cooldown_left(gateway.now()) > 25.0
         told = (await client.get("/status")).json()["engines"]["e1"]["trouble"]
-        assert told.startswith("asked for a cooldown")
+        assert told.startswith("requested a cooldown")
     breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=10.0))
     breaker.fail(0.0)
     breaker.fail(8.0)

@@ -345,7 +345,7 @@ async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
             assert (await client.post(CHAT, json=chat())).status_code == 503
 
 
-async def test_a_fault_of_ours_at_the_end_of_an_answer_leaves_nobody_waiting(
+async def test_a_fault_of_ours_at_the_end_of_an_answer_ends_the_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):

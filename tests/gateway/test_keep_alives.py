@@ -168,7 +168,7 @@ def test_before_the_reason_of_its_end_an_answer_is_not_whole(name: str) -> None:
         connection.data_received(b"0\r\n\r\n")
         assert attempt.verdict is not None and attempt.verdict.kind == "lost", at
         owner, attempt, connection = started(path, kind, said[:at])
-        owner.clock += owner.config.silence + 0.1
+        owner.clock += owner.config.liveness_timeout + 0.1
         assert attempt.engine_gone("it gives no sign")
         assert attempt.verdict.kind == "lost" and attempt.verdict.why == "it gives no sign"  # type: ignore[union-attr]
 

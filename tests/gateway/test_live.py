@@ -124,7 +124,7 @@ async def test_every_stream_ends_as_if_nothing_had_happened(
     config = GatewayConfig(
         engines=(EngineConfig(name="a", url=dies.url), EngineConfig(name="b", url=lives.url)),
         poll_interval=0.1,
-        silence=0.6,
+        liveness_timeout=0.6,
     )
     async with gateway_over(config) as (gateway, client):
         gateway.upstreams.by_name["b"].load.prefill_tokens += 1e6

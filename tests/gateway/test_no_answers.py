@@ -35,22 +35,22 @@ def _status(status: int) -> Step:
 
 
 NO_ANSWERS = {
-    "a page": (Step(raw=PAGE), "not of its API: JSON is malformed"),
-    "half an object": (_whole(b'{"choices": ['), "not of its API: Input data was truncated"),
-    "nothing": (_whole(b""), "not of its API: Input data was truncated"),
-    "null": (_whole(b"null"), "not of its API: Expected `object`, got `null`"),
-    "a list": (_whole(b"[]"), "not of its API: Expected `object`, got `array`"),
-    "an error": (_whole(b'{"error": {"message": "no"}}'), "not of its API: it reports an error"),
-    "no choices": (_whole(b'{"id": "x"}'), "not of its API: it has no choices"),
-    "deep": (_whole(b'{"a":' + b"[" * 100_000), "not of its API"),
-    "status 999": (_status(999), "status 999, which is none of HTTP's"),
-    "status 600": (_status(600), "status 600, which is none of HTTP's"),
+    "a page": (Step(raw=PAGE), "not follow its API: JSON is malformed"),
+    "half an object": (_whole(b'{"choices": ['), "not follow its API: Input data was truncated"),
+    "nothing": (_whole(b""), "not follow its API: Input data was truncated"),
+    "null": (_whole(b"null"), "not follow its API: Expected `object`, got `null`"),
+    "a list": (_whole(b"[]"), "not follow its API: Expected `object`, got `array`"),
+    "an error": (_whole(b'{"error": {"message": "no"}}'), "its API: it reports an error"),
+    "no choices": (_whole(b'{"id": "x"}'), "not follow its API: it has no choices"),
+    "deep": (_whole(b'{"a":' + b"[" * 100_000), "not follow its API"),
+    "status 999": (_status(999), "status 999, which HTTP does not define"),
+    "status 600": (_status(600), "status 600, which HTTP does not define"),
     "another protocol": (Step(raw=UPGRADE), "the answer switches to another protocol"),
 }
 NO_STREAMS = {
-    "a page": (Step(raw=PAGE), "a stream was asked for, and the answer is 'text/html'"),
-    "an error": (_whole(b'{"error": {"message": "no"}}'), "not of its API: it reports an error"),
-    "status 999": (_status(999), "status 999, which is none of HTTP's"),
+    "a page": (Step(raw=PAGE), "expected a stream, and the answer is 'text/html'"),
+    "an error": (_whole(b'{"error": {"message": "no"}}'), "its API: it reports an error"),
+    "status 999": (_status(999), "status 999, which HTTP does not define"),
     "another protocol": (Step(raw=UPGRADE), "the answer switches to another protocol"),
 }
 

@@ -99,7 +99,7 @@ async def test_a_process_that_began_later_is_another() -> None:
         assert one.share(gateway.now()) < 1.0 and not one.load.prefixes.matched([1, 2, 3])
 
 
-async def test_a_proxy_that_says_there_is_none_shows_it_too() -> None:
+async def test_a_proxy_without_an_engine_shows_it_too() -> None:
     pages: dict[str, Any] = {"/metrics": (502, {})}
     async with (
         scripted(GOOD, metrics=PACELINE_METRICS, pages=pages) as engine,

@@ -96,7 +96,7 @@ async def test_engines_headers_stay_there_too() -> None:
         assert not {name for name, _ in names} & set(answer.headers)
 
 
-async def test_an_answer_that_nobody_asked_for_is_nobodys() -> None:
+async def test_an_unsolicited_answer_reaches_no_caller() -> None:
     """An engine that sends another answer's beginning behind the end of one: who asks next would
     be given it."""
     begins = (
@@ -210,7 +210,7 @@ async def test_pages_of_other_origins_may_not_send() -> None:
 async def test_bodies_are_bounded() -> None:
     async with (
         scripted(WHOLE) as engine,
-        gateway_over(configured(engine, max_body_bytes=2000)) as (_, client),
+        gateway_over(configured(engine, max_body_size=2000)) as (_, client),
     ):
         long: dict[str, Any] = chat(messages=[{"role": "user", "content": "x" * 3000}])
         assert (await client.post(CHAT, json=long)).status_code == 413

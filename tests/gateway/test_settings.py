@@ -266,7 +266,7 @@ async def test_the_file_is_read_again() -> None:
         assert await gateway.reload(configured(new, models=(model,)), KeyRing(())) == []
         more = configured(new, old, models=(model,), port=9, max_attempts=1)
         assert await gateway.reload(more, KeyRing(())) == [
-            "engine e2 added", "max_attempts 3 -> 1", "port needs a new start",
+            "engine e2 added", "max_attempts 3 -> 1", "port needs a restart",
         ]  # fmt: skip
         status = (await client.get("/status")).json()
         assert sorted(status["engines"]) == ["e1", "e2"]

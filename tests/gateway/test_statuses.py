@@ -105,7 +105,7 @@ async def test_who_keeps_refusing_is_left_alone(status: int, stream: bool) -> No
             assert (await client.post(CHAT, json=chat(stream=stream))).status_code == 200
         assert len(bad.bodies) == 5
         shown = (await client.get("/status")).json()["engines"]["e1"]
-        assert shown["trouble"] in ("failing (open)", f"has no {CHAT} for it")
+        assert shown["trouble"] in ("failing (open)", f"does not serve {CHAT}")
         # where no other engine is left, it is asked
         gateway.upstreams.by_name["e2"].draining = True
         assert (await client.post(CHAT, json=chat())).status_code == told_as(status)
@@ -133,7 +133,7 @@ async def test_a_response_that_is_not_stored_says_nothing_of_the_model() -> None
         gateway_over(configured(engine, **MANY)) as (gateway, client),
     ):
         behind = {**body, "previous_response_id": "resp_1"}
-        for asked, trouble in ((behind, ""), (body, "has no /v1/responses for it")):
+        for asked, trouble in ((behind, ""), (body, "does not serve /v1/responses")):
             for _ in range(7):
                 assert (await client.post("/v1/responses", json=asked)).status_code == 404
             standing = gateway.upstreams.by_name["e1"].standings["m"]
@@ -217,9 +217,9 @@ KIND = {"e1": "vllm"}
 @pytest.mark.parametrize("seconds", [0.2, 0.9, 60.0])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_whose_polls_are_late_is_asked(seconds: float, stream: bool) -> None:
-    """Its answers take longer than ``silence``, too, so that it gives no sign while it works."""
+    """Its answers take longer than ``liveness_timeout``, so it sends nothing while it works."""
     slow = replace(GOOD if stream else WHOLE, delay=0.5)
-    fields = {"poll_timeout": 0.05, "silence": 0.3}
+    fields = {"poll_timeout": 0.05, "liveness_timeout": 0.3}
     async with (
         scripted(slow, metrics=VLLM) as one,
         gateway_over(configured(one, kinds=KIND, **fields)) as (gateway, client),
@@ -240,10 +240,11 @@ async def test_an_engine_whose_polls_are_late_is_asked(seconds: float, stream: b
 
 async def test_who_gives_no_sign_loses_its_requests_where_another_one_is_there() -> None:
     never = replace(WHOLE, delay=60.0)
+    fields = {"poll_timeout": 0.05, "liveness_timeout": 0.3}
     async with (
         scripted(never, metrics=VLLM) as hangs,
         scripted(WHOLE, metrics=VLLM) as other,
-        gateway_over(configured(hangs, other, poll_timeout=0.05, silence=0.3)) as (gateway, client),
+        gateway_over(configured(hangs, other, **fields)) as (gateway, client),
     ):
         prefer_others(gateway, "e2")
         asked = asyncio.ensure_future(client.post(CHAT, json=chat()))
@@ -261,7 +262,7 @@ async def test_who_gives_no_sign_loses_its_requests_where_another_one_is_there()
 
 async def test_who_is_alone_and_gives_no_sign_is_waited_for_as_long_as_a_stall_takes() -> None:
     never = replace(WHOLE, delay=60.0)
-    fields = {"poll_timeout": 0.05, "silence": 0.1, "stall_timeout": 0.5}
+    fields = {"poll_timeout": 0.05, "liveness_timeout": 0.1, "stall_timeout": 0.5}
     async with (
         scripted(never, metrics=VLLM) as hangs,
         gateway_over(configured(hangs, **fields)) as (_, client),
@@ -272,7 +273,7 @@ async def test_who_is_alone_and_gives_no_sign_is_waited_for_as_long_as_a_stall_t
         done, _ = await asyncio.wait((asked,), timeout=0.3)
         assert not done
         answer = await asked
-        assert answer.status_code == 503 and "has given no sign for" in answer.text
+        assert answer.status_code == 503 and "has not answered for" in answer.text
 
 
 async def test_who_takes_no_connection_is_gone_at_once() -> None:
@@ -352,7 +353,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("path", EMPTY)
-def test_an_answer_without_its_list_is_none(path: str) -> None:
+def test_an_answer_without_its_list_is_refused(path: str) -> None:
     name = EMPTY[path].encode()
     for body in (b'{"%b": null}' % name, b"{}", b'{"%b": {}}' % name, b'{"%b": ""}' % name):
         with pytest.raises(ValueError, match="it has no"):

@@ -126,21 +126,21 @@ class Parser(argparse.ArgumentParser):
 # flags of other servers -> flags to use here
 _ELSEWHERE: Final = {
     "--api-key": "PACELINE_API_KEY in the environment, or --api-key-file",
-    "--chat-template": "nothing: the checkpoint's own is used, or --trust-request-chat-template",
+    "--chat-template": "not needed: the checkpoint has one; or --trust-request-chat-template",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
     "--disable-log-requests": "--log-level warning",
     "--download-dir": "PACELINE_CACHE in the environment",
-    "--enable-auto-tool-choice": "nothing: tools are served as they are",
-    "--enable-prefix-caching": "nothing: it is on; --no-enable-prefix-caching turns it off",
+    "--enable-auto-tool-choice": "not needed: tool calls are always enabled",
+    "--enable-prefix-caching": "on by default; --no-enable-prefix-caching turns it off",
     "--gpu-memory-utilization": "--kv-cache-memory SIZE",
     "--max-running-requests": "--max-num-seqs",
     "--mem-fraction-static": "--kv-cache-memory SIZE",
-    "--model-path": "the model by itself, or --model",
+    "--model-path": "the first argument, or --model",
     "--n-gpu-layers": "--device cuda",
     "--parallel": "--max-num-seqs",
     "--quantization": "--dtype int8 or q4",
-    "--trust-remote-code": "nothing: no code of a checkpoint is ever run",
+    "--trust-remote-code": "not supported: code from a checkpoint is never run",
 }
 _SYNONYMS: Final = {
     "edf": "deadline", "fifo": "fcfs", "lifo": "priority", "shortest": "sjf", "spf": "sjf",
@@ -154,7 +154,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     if gone := is_gone([word]):
         return f" ({gone})"
     if word in _ELSEWHERE:
-        return f" (here that is {_ELSEWHERE[word]})"
+        return f" (in Paceline: {_ELSEWHERE[word]})"
     if renamed := is_now([word], known):
         return f" ({renamed})"
     if _SYNONYMS.get(word) in known:
@@ -249,7 +249,7 @@ def byte_count(text: str) -> int:
     unit = _UNITS.get(match[2].upper() or "GIB") if match else None
     if match is None or unit is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; examples: 2GiB, 512MiB, 65536B; of memory also 4 for 4GiB"
+            f"{text!r} is not a size; examples: 2GiB, 512MiB, 65536B; for memory also 4 (4GiB)"
         )
     count = int(float(match[1]) * unit)
     if count < 1:

@@ -60,17 +60,17 @@ def _is_head(config: Mapping[str, Any], path: Path) -> bool:
     if is_head and method not in (_HEAD, "auto"):
         raise ConfigError(
             f"speculative_config: {path} is an EAGLE-3 head, which reads the served model's hidden "
-            f'states: give "method": "{_HEAD}", or "auto" to have it asked beside other sources'
+            f'states: give "method": "{_HEAD}", or "auto" to use it with other drafts'
         )
     if is_head and "quantization" in config:
         raise ConfigError(
-            f"speculative_config: {path} is an EAGLE-3 head, which is computed as the served model "
-            "is: leave quantization out"
+            f"speculative_config: {path} is an EAGLE-3 head, which is computed in the formats of "
+            "the served model: leave quantization out"
         )
     if method == _HEAD and not is_head:
         raise ConfigError(
-            f"speculative_config: {path} is no EAGLE-3 head: its config.json names none and has no "
-            'draft_vocab_size. A whole model guesses with "method": "draft_model"'
+            f"speculative_config: {path} is not an EAGLE-3 head: its config.json does not name "
+            'one and has no draft_vocab_size. A whole model drafts with "method": "draft_model"'
         )
     return is_head
 
@@ -84,7 +84,7 @@ def check_vocabulary(served: Path, draft: Path) -> None:
     if other:
         first = other[0]
         raise ConfigError(
-            f"speculative_config: the draft model {draft} names {len(theirs)} tokens and the "
-            f"served one {len(ours)}, of which {len(other)} are not the same, such as {first!r} "
-            f"(id {theirs.get(first)} and {ours.get(first)}): both must have the same vocabulary"
+            f"speculative_config: the draft model {draft} names {len(theirs)} tokens, the served "
+            f"one {len(ours)}; {len(other)} of them differ, such as {first!r} (id "
+            f"{theirs.get(first)} and {ours.get(first)}): both must have the same vocabulary"
         )

@@ -39,9 +39,9 @@ def rate(text: str) -> Rate:
 def add_limit_options(parser: Parser) -> None:
     group = parser.add_argument_group(
         "limits of one API key (docs/operate/limits.md)",
-        "Without keys, of one caller's address. A line of the key file may go on with limits of "
-        "its own: requests=RATE tokens=RATE concurrent=N, each also =unlimited. RATE is written "
-        "60/minute, 5/10s or 1000000/day.",
+        "Without keys, limits of one client address. A line of the key file may end with limits "
+        "for its key: requests=RATE tokens=RATE concurrent=N, each also =unlimited. RATE is "
+        "written 60/minute, 5/10s or 1000000/day.",
     )
     group.add_argument(
         "--rate-limit-requests",
@@ -51,75 +51,75 @@ def add_limit_options(parser: Parser) -> None:
     group.add_argument(
         "--rate-limit-tokens",
         type=rate,
-        help="prompt and output tokens; max_tokens are reserved, and what was not generated is "
-        "given back (default: no limit)",
+        help="prompt and output tokens; max_tokens are reserved, and tokens that were not "
+        "generated are given back (default: no limit)",
     )
     group.add_argument(
         "--max-concurrent-per-key",
         type=bounded_int(1, 1_000_000),
-        help="generation requests at once (default: no limit)",
+        help="requests that generate at once (default: no limit)",
     )
     group.add_argument(
         "--rate-limit-storage",
         metavar="URL",
         help="a Redis that counts for several servers, such as redis://host:6379/0; while it does "
-        "not answer, each server counts by itself (default: each by itself)",
+        "not answer, each server counts alone (default: each counts alone)",
     )
-    bounds = parser.add_argument_group("bounds of what may be sent (docs/operate/limits.md)")
+    bounds = parser.add_argument_group("limits of requests (docs/operate/limits.md)")
     bounds.add_argument(
         "--max-header-size",
         type=size_with_unit,
-        help="of a request's line and headers together, at least 1KiB (default 64KiB)",
+        help="size of the request line and all headers, at least 1KiB (default 64KiB)",
     )
     bounds.add_argument(
         "--max-headers",
         type=bounded_int(8, 100_000),
-        help="of one request (default 128)",
+        help="headers of one request (default 128)",
     )
     bounds.add_argument(
         "--max-json-depth",
         type=bounded_int(1, 64),
-        help="lists and objects inside one another (default 64)",
+        help="nesting of lists and objects in a JSON body (default 64)",
     )
     bounds.add_argument(
         "--max-json-items",
         type=bounded_int(16, 2**31),
-        help="entries of all lists and objects of a body together (default 500000)",
+        help="entries in all lists and objects of a JSON body (default 500000)",
     )
     bounds.add_argument(
         "--max-connections",
         type=bounded_int(1, 1_000_000),
-        help="sockets open at once, fewer if the system allows fewer open files (default 4096)",
+        help="connections open at once; fewer if the system allows fewer open files (default 4096)",
     )
     bounds.add_argument(
         "--receive-timeout",
         type=bounded_float(0.0),
         metavar="SECONDS",
-        help="for a request to arrive whole, and one more for every 4KiB of it; 0: any time "
+        help="time for a request to arrive, plus one second for every 4KiB of it; 0: no limit "
         "(default 60)",
     )
     bounds.add_argument(
         "--keep-alive-timeout",
         type=bounded_float(0.0),
         metavar="SECONDS",
-        help="an idle connection is closed after so long; longer than the pool of a proxy before "
-        "it keeps one, or requests will meet the close (default 120)",
+        help="close a connection that is idle for this long; behind a proxy give more than the "
+        "proxy's limit, or requests may meet a closing connection (default 120)",
     )
-    web = parser.add_argument_group("who may ask from where (docs/operate/security.md)")
+    web = parser.add_argument_group("access (docs/operate/security.md)")
     web.add_argument(
         "--cors-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let web pages of this origin, such as https://example.org, or * for all, ask and "
-        "read answers; may be given several times (default: none)",
+        help="allow web pages of this origin, such as https://example.org, or * for all, to send "
+        "requests and read answers; may be given several times (default: none)",
     )
     web.add_argument(
         "--allowed-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="answer only to this Host header, *.NAME to any below it; may be given several times "
+        help="accept this Host header; *.NAME: any subdomain; may be given several times "
         "(default: any)",
     )
     web.add_argument(
@@ -129,27 +129,27 @@ def add_limit_options(parser: Parser) -> None:
         "--ui-dir",
         type=Path,
         metavar="PATH",
-        help="serve the page from the files of this folder, read anew at each request, for work on "
-        "it (default: those of the package)",
+        help="serve the page from this folder and read its files for each request, for work on "
+        "the page (default: the files of the package)",
     )
     web.add_argument(
         "--no-timeline",
         dest="timeline",
         action="store_false",
-        help="do not tell the page's timeline what each step of the engine does",
+        help="do not record the engine's steps for the page's timeline",
     )
     web.add_argument(
         "--timeline-history",
         type=size_with_unit,
         default=8 * 2**20,
-        help="memory for the steps that the page's timeline can go back to: some ten minutes of a "
-        "busy engine, hours of a quiet one (default 8MiB)",
+        help="memory for past steps in the page's timeline: about ten minutes of a busy engine, "
+        "hours of a quiet one (default 8MiB)",
     )
     web.add_argument(
         "--share-prefix-cache",
         action="store_true",
-        help="let callers with different keys share cached prompt prefixes: faster where they have "
-        "a system prompt in common, but answers tell whether another tenant has asked the same",
+        help="let callers with different keys share cached prompt prefixes: faster if they have a "
+        "system prompt in common, but answer times reveal the prompts of other tenants",
     )
 
 

@@ -62,7 +62,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = Tr
             "--model",
             dest="model_flag",
             metavar="MODEL",
-            help="the same as MODEL by itself, for those who are used to it",
+            help="the same as the argument MODEL",
         )
 
 
@@ -92,7 +92,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "--backend",
         choices=("torch", "null"),
         default="torch",
-        help="null needs no model: tokens computable by hand, to try clients against",
+        help="null needs no model: its tokens can be computed by hand, for testing clients",
     )
     group.add_argument(
         "--device", default=default.load.device, help="auto, cpu, cuda or cuda:N (default auto)"
@@ -101,65 +101,65 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "--dtype",
         choices=("auto", "float32", "bfloat16", "int8", "q4", "gguf"),
         default=default.load.dtype,
-        help="of the weights; auto takes what was measured to be fastest on this processor's level "
-        "among what passes the accuracy gate and rounds no more than the file, and the line that "
-        "says the server is ready says why; int8, q4 and gguf need --compute native, and gguf "
-        "keeps each matrix of a GGUF file in its own bits: least memory, quicker for one request "
-        "and slower for many than q4 (default auto)",
+        help="format of the weights; auto takes the fastest one measured on this processor's "
+        "level that passes the accuracy gate and rounds no more than the file, and the ready line "
+        "says why; int8, q4 and gguf need --compute native; gguf keeps each matrix of a GGUF file "
+        "in its own format, which needs the least memory and is faster than q4 for one request "
+        "and slower for many (default auto)",
     )
     group.add_argument(
         "--kv-dtype",
         choices=("auto", "float32", "bfloat16", "int8"),
         default=default.load.kv_dtype,
-        help="of the KV cache; int8 holds nearly twice the tokens of bfloat16 in the same memory; "
-        "other than auto needs --compute native; auto: as the weights in 32 or 16 bits, else what "
-        "was measured to be fastest beside them (default auto)",
+        help="format of the KV cache; int8 holds nearly twice the tokens of bfloat16 in the same "
+        "memory; other than auto needs --compute native; auto: that of 32- or 16-bit weights, "
+        "else the fastest measured with the weights' format (default auto)",
     )
     group.add_argument(
         "--compute",
         choices=("auto", "torch", "native"),
         default=default.load.compute,
-        help="native computes whole steps in the C++ library, on the CPU; auto takes it where it "
-        f"can serve the model, and the log says why (default {default.load.compute})",
+        help="native computes whole steps in the C++ library, on the CPU; auto takes it if it can "
+        f"serve the model, and the log says why (default {default.load.compute})",
     )
     group.add_argument(
         "--runner",
         choices=RUNNERS,
         default=default.load.runner,
-        help="what the model is for: generate answers tokens, pooling answers vectors for "
-        "/v1/embeddings, /rerank, /score and /classify; auto goes by the model's files "
+        help="what the model is used for: generate answers tokens, pooling answers vectors for "
+        "/v1/embeddings, /rerank, /score and /classify; auto decides by the model's files "
         f"(docs/use/embeddings.md; default {default.load.runner})",
     )
     group.add_argument(
         "--convert",
         choices=CONVERTS,
         default=default.load.convert,
-        help="what a model becomes that is pooled and whose files do not say how: embed or "
-        f"classify (default {default.load.convert})",
+        help="task of a pooling model whose files do not name one: embed or classify (default "
+        f"{default.load.convert})",
     )
     group.add_argument(
         "--matryoshka-dimensions",
         type=size_list,
         default=default.load.matryoshka_dimensions,
         metavar="N[,N...]",
-        help="sizes that a request may cut embeddings to (dimensions), of a model that was trained "
-        "for it and whose config.json does not say so",
+        help="sizes to which a request may cut embeddings (dimensions), for a model that was "
+        "trained for it but whose config.json does not say so",
     )
     group.add_argument(
         "--isa",
         default=default.load.isa,
         metavar="LEVEL",
-        help="level of the native kernels, such as avx2: no better one is used; one that does not "
-        "run here is refused with the names of those that do. The environment's PACELINE_ISA does "
-        "the same for every command (default: the fastest that runs, see "
+        help="highest level of the native kernels to use, such as avx2; a level that does not run "
+        "here is refused with the names of those that do. The environment variable PACELINE_ISA "
+        "does the same for every command (default: the fastest that runs, see "
         "docs/operate/processors.md)",
     )
     group.add_argument(
         "--packed-cache",
         type=size_with_unit,
         default=default.load.packed_cache_bytes,
-        help="with native compute, keep weights as they are packed in the cache folder, at most so "
-        "much (such as 20GiB) of all models: the next start reads them instead of packing "
+        help="with native compute, keep packed weights in the cache folder, up to this size (such "
+        "as 20GiB) for all models: the next start reads them instead of packing again "
         "(docs/use/models.md; default: none)",
     )
     group.add_argument(
@@ -167,18 +167,18 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "-tp",
         type=_one_device,
         metavar="1",
-        help="one engine computes on one device, so 1 is all there is; see --numa for sockets",
+        help="only 1: an engine computes on one device; see --numa for sockets",
     )
     group.add_argument(
         "--max-model-len",
         type=bounded_int(1),
-        help="prompt + output tokens of one request; default: as long as the model and the KV "
+        help="prompt + output tokens of one request; default: as many as the model and the KV "
         "cache allow",
     )
     group.add_argument(
         "--threads",
         type=bounded_int(1),
-        help="processor threads for the model; default: one for each core that this process may "
+        help="threads that compute the model; default: one for each core that this process may "
         "use, on one socket (--numa)",
     )
     group.add_argument(
@@ -186,9 +186,9 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         type=_numa,
         default=default.load.numa,
         metavar="auto|off|NODES",
-        help="where processors of several sockets may be used: auto keeps the model to the NUMA "
-        "nodes of the one with most of them, unless --threads are more than its cores; off takes "
-        "all nodes; NODES are numbers such as 0 or 0-1,4; memory follows, or spills to other nodes "
+        help="on a machine with several sockets: auto keeps the model on the NUMA nodes of the "
+        "socket with most usable cores, unless --threads is larger; off uses all nodes; NODES are "
+        "numbers such as 0 or 0-1,4; memory is taken from the same nodes, then from others "
         "(default auto)",
     )
     group.add_argument(
@@ -196,14 +196,14 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         type=bounded_float(0.0, 60.0),
         default=default.null_step_time,
         metavar="SECONDS",
-        help="how long a step of the null backend takes (default 0)",
+        help="duration of a step of the null backend (default 0)",
     )
 
 
 def _one_device(text: str) -> int:
     if text != "1":
         raise argparse.ArgumentTypeError(
-            f"{text!r}: a model is not divided among devices here; start a server for each one "
+            f"{text!r}: a model is not split across devices here; start a server for each device "
             "(--device cuda:0, cuda:1, ...; --numa 0, 1, ... for the sockets of a machine)"
         )
     return 1
@@ -218,7 +218,7 @@ def _numa(text: str) -> str:
         nodes = ""
     if not nodes:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither auto nor off nor NUMA nodes such as 0 or 0-1,4"
+            f"{text!r} must be auto, off or NUMA nodes such as 0 or 0-1,4"
         )
     return nodes
 
@@ -234,21 +234,25 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
     group.add_argument(
         "--num-blocks",
         type=bounded_int(1),
-        help="blocks in the pool; or give --kv-cache-memory; default: sized from free memory",
+        help="blocks of the KV cache; or give --kv-cache-memory; default: by free memory",
     )
-    group.add_argument("--kv-cache-memory", type=memory_size, help="such as 512MiB, or 2 for 2GiB")
+    group.add_argument(
+        "--kv-cache-memory",
+        type=memory_size,
+        help="size of the KV cache, size of the KV cache, such as 512MiB, or 2 for 2GiB",
+    )
     group.add_argument(
         "--no-enable-prefix-caching",
         dest="enable_prefix_caching",
         action="store_false",
-        help="compute every prompt in full, also what an earlier request already computed",
+        help="compute every prompt in full, even parts that an earlier request has computed",
     )
     group.add_argument(
         "--prefix-cache-memory",
         type=memory_size,
-        help="what cached prefixes that no request uses may hold before the oldest makes room for "
-        "new ones, rather than memory that the KV cache has not used yet; default: as much as the "
-        "model's files, at least 256MiB; on GPUs, whose memory is taken at once, all of the cache",
+        help="memory for cached prefixes that no request uses; above it the oldest is evicted, "
+        "even if the KV cache has blocks that were never used; default: the size of the model's "
+        "files, at least 256MiB; on GPUs, where all memory is taken at start, the whole cache",
     )
 
 
@@ -273,7 +277,7 @@ def chosen_model(args: argparse.Namespace) -> str:
     if flag is None:
         return model
     if model not in (DEFAULT_MODEL, flag):
-        raise ConfigError(f"two models are named, {model!r} and --model {flag!r}: leave one out")
+        raise ConfigError(f"two models are given, {model!r} and --model {flag!r}: leave one out")
     return flag
 
 
@@ -290,7 +294,7 @@ def engine_settings(
         name, path = "null", None
         if model != DEFAULT_MODEL:
             raise ConfigError(
-                f"--backend null runs no model, but {model!r} was named: leave one out"
+                f"--backend null runs no model, but {model!r} was given: leave one out"
             )
     else:
         name, path = resolve_path(model)

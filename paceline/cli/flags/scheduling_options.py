@@ -87,27 +87,27 @@ SCHEDULING: Final = (
         name="--max-num-batched-tokens",
         field="max_num_batched_tokens",
         parse=bounded_int(1),
-        help="tokens computed in one step; smaller keeps running requests smoother, larger starts "
-        "new ones faster",
+        help="tokens computed in one step; a smaller number keeps the time between tokens even, a "
+        "larger one starts new requests sooner",
     ),
     Flag(
         name="--watermark",
         field="watermark",
         parse=bounded_float(0.0, 0.99),
         metavar="SHARE",
-        help="share of the pool kept free when a request joins running ones, for their growth",
+        help="share of the KV blocks kept free for running requests when a new one is admitted",
     ),
     Flag(
         name="--scheduling-policy",
         field="policy",
         choices=policy_names,
-        help="who goes first; docs/understand/policies.md says when each wins and loses",
+        help="order of requests; docs/understand/policies.md says when each policy wins and loses",
     ),
     Flag(
         name="--adaptive-token-budget",
         field="adaptive_token_budget",
-        help="size each step by its predicted time: the slack that requests with targets leave, "
-        "and no more than makes it efficient",
+        help="size each step by its predicted time: within the slack of requests with targets, "
+        "and no larger than is efficient",
     ),
     Flag(
         name="--tenant-weights",
@@ -115,7 +115,7 @@ SCHEDULING: Final = (
         parse=weights_by_name,
         metavar="NAME=W,...",
         policies=("fair",),
-        help="with the fair policy, shares of the tenants named here; each of the others has 1",
+        help="with the fair policy, weights of tenants; a tenant that is not listed has weight 1",
     ),
     Flag(
         name="--coalesce-window-ms",
@@ -124,23 +124,22 @@ SCHEDULING: Final = (
         metavar="MS",
         scale=1e3,
         policies=("phase-aligned",),
-        help="with the phase-aligned policy, arrivals wait for each other this long",
+        help="with the phase-aligned policy, how long arrivals wait to start together",
     ),
     Flag(
         name="--coalesce-size",
         field="coalesce_size",
         parse=bounded_int(1),
         policies=("phase-aligned",),
-        help="with the phase-aligned policy, so many arrivals do not wait",
+        help="with the phase-aligned policy, the number of arrivals that start without waiting",
     ),
     Flag(
         name="--best-effort-share",
         field="best_effort_share",
         parse=bounded_float(0.0, 0.99),
         metavar="SHARE",
-        help="of the engine's seconds, what best-effort requests (slo class batch) get while they "
-        "wait beside others; those without any target lengthen the steps of others by no more; 0: "
-        "what others leave",
+        help="share of engine time for best-effort requests (slo class batch) while others wait "
+        "too; requests without targets lengthen the steps of others by no more; 0: only spare time",
     ),
     Flag(
         name="--best-effort-step-ms",
@@ -149,8 +148,8 @@ SCHEDULING: Final = (
         metavar="MS",
         scale=1e3,
         adaptive=True,
-        help="a step in which all is best effort takes about so long at most, or the next arrival "
-        "would wait for it; or twice as long as a single row, if that is more",
+        help="longest step with best-effort work only, since the next arrival waits for it; at "
+        "least the time of two steps with a single row",
     ),
     Flag(
         name="--max-token-gap-ms",
@@ -161,9 +160,9 @@ SCHEDULING: Final = (
         zero_is_none=True,
         policies=("deadline", "fair"),
         adaptive=True,
-        help="with the deadline and fair policies and the adaptive token budget, a step beside "
-        "streams is planned to take at most so long: their callers see no longer pause when a long "
-        "prompt comes; 0: as long as their mean pace allows",
+        help="with the deadline and fair policies and the adaptive token budget, the longest "
+        "planned step while streams run, so that a long prompt causes no longer pause between "
+        "their tokens; 0: as long as their mean pace allows",
     ),
     Flag(
         name="--schedule-ahead-ms",
@@ -171,38 +170,38 @@ SCHEDULING: Final = (
         parse=bounded_float(0.0),
         metavar="MS",
         scale=1e3,
-        help="at a pipeline depth of 2, plan the next step this many ms before the running one is "
-        "predicted to end, so that late arrivals are in it; more than a step takes: plan at once",
+        help="at a pipeline depth of 2, plan the next step this many ms before the current one is "
+        "predicted to end, to include late arrivals; more than a step takes: plan at once",
     ),
     Flag(
         name="--demote-late",
         field="demote_late",
-        help="demote requests that can no longer meet their TTFT target: the others go first",
+        help="demote requests that can no longer meet their TTFT target, so that others go first",
     ),
     Flag(
         name="--pace-admission",
         field="pace_admission",
-        help="let no request in while one more would make running requests miss their TPOT targets",
+        help="admit no request that would make running requests miss their TPOT targets",
     ),
     Flag(
         name="--future-memory-check",
         field="future_memory_check",
-        help="let a request in only if memory is predicted to last until those running end, "
+        help="admit a request only if memory is predicted to last until the running requests end, "
         "instead of when it fits now",
     ),
     Flag(
         name="--preemption",
         field="preemption",
         choices=lambda: PREEMPTION_MODES,
-        help="what becomes of a preempted request's KV blocks: swap keeps a copy in host memory, "
-        "recompute drops them, auto does what is predicted to take less time",
+        help="KV blocks of a preempted request: swap copies them to host memory, recompute drops "
+        "them, auto does what is predicted to be faster",
     ),
     Flag(
         name="--swap-space",
         field="swap_bytes",
         parse=memory_size,
-        help="host memory for swapped KV blocks, in GiB if no unit follows; default: half the KV "
-        "cache's size, taken as it is used; on CUDA 4GiB at most, pinned at once",
+        help="host memory for swapped KV blocks, in GiB without a unit; default: half the KV "
+        "cache's size, allocated as it is used; on CUDA at most 4GiB, pinned at start",
     ),
     Flag(
         name="--priority-ageing",
@@ -210,39 +209,38 @@ SCHEDULING: Final = (
         parse=bounded_float(0.001),
         metavar="SECONDS",
         policies=("priority",),
-        help="with the priority policy, waiting this long counts as one level",
+        help="with the priority policy, waiting time that raises a request by one level",
     ),
     Flag(
         name="--max-skip-ahead",
         field="max_skip_ahead",
         parse=bounded_int(0),
-        help="waiting requests behind a head that does not fit that may skip ahead of it; 0: none",
+        help="number of waiting requests that may skip ahead of a head that does not fit; 0: none",
     ),
     Flag(
         name="--max-skips",
         field="max_skips",
         parse=bounded_int(0),
-        help="how often one head may be skipped before all wait for it",
+        help="how often one head may be skipped before all other requests wait for it",
     ),
     Flag(
         name="--speculative-config",
         field="speculative_config",
         parse=json_object,
-        help="guess next tokens and verify several in one step, for as long as few requests run: "
-        '{"method": "auto"} (with "finished_answers_bytes": 0 none from earlier answers of the '
-        'same tenant), or {"method": "ngram", "num_speculative_tokens": 5, '
-        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a second model of the same '
-        'vocabulary: {"model": NAME}, or {"method": "self"} for the served one in 4 bits, or '
-        '{"method": "eagle3", "model": NAME} for an EAGLE-3 head with --compute torch, or '
-        '{"method": "mtp"} for the checkpoint\'s own multi-token prediction layers, likewise. '
-        '{"method": "off"}: nothing is guessed. Answers stay the same',
+        help="draft next tokens and verify several in one step, while few requests run: "
+        '{"method": "auto"} (with "finished_answers_bytes": 0: without earlier answers of the '
+        'same tenant), or {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": '
+        '4, "prompt_lookup_min": 2}, or {"model": NAME} for a second model with the same '
+        'vocabulary, or {"method": "self"} for the served model in 4 bits, or {"method": '
+        '"eagle3", "model": NAME} for an EAGLE-3 head with --compute torch, or {"method": "mtp"} '
+        'for the checkpoint\'s own multi-token prediction layers, likewise. {"method": "off"}: no '
+        "drafts. Answers stay the same",
     ),
     Flag(
         name="--pipeline-depth",
         field="pipeline_depth",
         parse=bounded_int(1, 8),
-        help="steps handed to the backend at once: 2 plans a step while the last one runs, 1 "
-        "waits for it",
+        help="steps in flight: 2 plans a step while the previous one runs, 1 waits for its end",
     ),
 )
 
@@ -257,9 +255,9 @@ ADMISSION: Final = (
         zero_is_none=True,
         default=1000.0,
         policies=("deadline",),
-        help="with the deadline policy, the target for the first token of a request that names "
-        "none; priority halves or doubles it. No request is demoted before this time, even if its "
-        "own target is tighter; 0: none",
+        help="with the deadline policy, TTFT target of a request without one; priority halves or "
+        "doubles it. No request is demoted before this time, even if its target is tighter; 0: "
+        "none",
     ),
     Flag(
         name="--default-tpot-ms",
@@ -271,8 +269,7 @@ ADMISSION: Final = (
         default=100.0,
         policies=("deadline",),
         adaptive=True,
-        help="with the deadline policy, the target for the mean time between tokens of a request "
-        "that names none; 0: none",
+        help="with the deadline policy, TPOT target of a request without one; 0: none",
     ),
     Flag(
         name="--max-num-waiting",
@@ -280,7 +277,7 @@ ADMISSION: Final = (
         parse=bounded_int(0),
         zero_is_none=True,
         default=2048,
-        help="requests waiting at once; beyond that the answer is 429 with a predicted "
+        help="requests waiting at once; further ones are refused with 429 and a predicted "
         "Retry-After; 0: no limit",
     ),
     Flag(
@@ -290,7 +287,7 @@ ADMISSION: Final = (
         metavar="SECONDS",
         zero_is_none=True,
         default=30.0,
-        help="refuse a request (429) whose first token is predicted to take longer than this, and "
+        help="refuse a request (429) if its first token is predicted to take longer than this and "
         "than four times its target; 0: never",
     ),
     Flag(
@@ -300,8 +297,8 @@ ADMISSION: Final = (
         metavar="SECONDS",
         zero_is_none=True,
         default=60.0,
-        help="a request that waited this long without being started expires (429); best effort "
-        "waits longer; 0: never",
+        help="a request that has not started after this time expires (429); best effort later; 0: "
+        "never",
     ),
     Flag(
         name="--pressure-threshold",
@@ -309,8 +306,8 @@ ADMISSION: Final = (
         parse=bounded_float(0.01, 1.0),
         metavar="SHARE",
         default=1.0,
-        help="share of the KV cache in use at which the memory-pressure valve begins to open: "
-        "smaller chunks, then no new best-effort work, then its preemption, then 429; 1: never",
+        help="share of KV blocks in use at which the memory-pressure valve begins to open: "
+        "smaller chunks, then no new best effort, then preemption of it, then 429; 1: never",
     ),
 )
 

@@ -27,31 +27,31 @@ def add_server_options(parser: Parser) -> None:
     group.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on (default 127.0.0.1: this machine only; see --api-key-file "
-        "before giving another)",
+        help="address to listen on (default 127.0.0.1: this machine only; for others see "
+        "--api-key-file)",
     )
     group.add_argument(
         "--port",
         type=bounded_int(0, 65535),
         default=8000,
-        help="0 takes a free one (default 8000)",
+        help="port to listen on; 0 takes a free one (default 8000)",
     )
     group.add_argument(
         "--ssl-certfile",
         type=Path,
-        help="serve HTTPS with this PEM certificate, its chain behind it; read at start "
+        help="serve HTTPS with this PEM certificate, followed by its chain; read at start "
         "(default: plain HTTP)",
     )
     group.add_argument(
         "--ssl-keyfile",
         type=Path,
-        help="the certificate's private key, not encrypted; default: it is in --ssl-certfile",
+        help="unencrypted private key of the certificate; default: in --ssl-certfile",
     )
     group.add_argument(
         "--metrics-port",
         type=bounded_int(0, 65535),
-        help="serve /metrics on a port of its own too, from a thread of its own: before the "
-        "streams of a busy server, and without a key; default: only on --port",
+        help="serve /metrics on this port too, without a key and from a separate thread, so that "
+        "a busy server does not delay it; default: only on --port",
     )
     group.add_argument(
         "--metrics-host",
@@ -64,29 +64,29 @@ def add_server_options(parser: Parser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names that requests may use; answers carry the first, and in the others * stands for "
-        "any characters ('claude-*'); default: MODEL as given",
+        help="model names that requests may use; answers carry the first, and in the others * "
+        "matches any characters ('claude-*'); default: MODEL as given",
     )
     group.add_argument(
         "--drain-timeout",
         type=bounded_float(0.0),
         default=30.0,
         metavar="SECONDS",
-        help="how long running requests may go on after SIGTERM (default 30)",
+        help="how long running requests may continue after SIGTERM (default 30)",
     )
     group.add_argument(
         "--stall-timeout",
         type=bounded_float(0.1),
         default=60.0,
         metavar="SECONDS",
-        help="an engine with work whose step has not ended for so long is taken for hung: it is "
-        "killed and replaced, and /health fails until the next one is ready (default 60)",
+        help="an engine whose step takes longer than this counts as hung: it is killed and "
+        "replaced, and /health fails until the next one is ready (default 60)",
     )
     group.add_argument(
         "--max-engine-restarts",
         type=bounded_int(0),
         default=5,
-        help=f"an engine that dies is replaced; after N times within {RESTART_WINDOW:g} s the "
+        help=f"an engine that dies is replaced; after N deaths within {RESTART_WINDOW:g} s the "
         "server gives up and exits; 0: the first death ends it (default 5)",
     )
     group.add_argument(
@@ -94,32 +94,32 @@ def add_server_options(parser: Parser) -> None:
         type=bounded_float(0.0),
         default=60.0,
         metavar="SECONDS",
-        help="a caller who leaves its answer unread for so long, beyond what buffers hold, or "
-        "reads less than 4 KiB/s of it, is cut off; 0: never (default 60)",
+        help="close the connection of a client whose buffers stay full this long, or that reads "
+        "less than 4 KiB/s; 0: never (default 60)",
     )
     group.add_argument(
         "--max-body-size",
         type=size_with_unit,
         default=8 * 2**20,
-        help="a longer request body is refused (default 8MiB)",
+        help="refuse larger request bodies (default 8MiB)",
     )
     group.add_argument(
         "--trust-request-chat-template",
         action="store_true",
-        help="render chat templates that requests bring along",
+        help="render chat templates sent in requests",
     )
     group.add_argument(
         "--strict-fields",
         action="store_true",
-        help="refuse chat and completions with a field that is unknown, such as a misspelt one; "
+        help="refuse chat and completion requests with an unknown field, such as a misspelt one; "
         "otherwise the header x-paceline-ignored-fields names it",
     )
     group.add_argument(
         "--max-logprobs",
         type=int,
         default=20,
-        help="tokens whose log-probabilities a request may ask for at each place; -1: all of the "
-        "vocabulary, up to 64 MiB an answer (default 20)",
+        help="log-probabilities that a request may ask for at each position; -1: the whole "
+        "vocabulary, up to 64 MiB per answer (default 20)",
     )
     group.add_argument(
         "--enable-tokenizer-info-endpoint",
@@ -129,7 +129,7 @@ def add_server_options(parser: Parser) -> None:
     group.add_argument(
         "--enable-per-request-metrics",
         action="store_true",
-        help="answers of one choice tell its times as vLLM's do: metrics.queue_time_ms, "
+        help="put times into answers with one choice, as vLLM does: metrics.queue_time_ms, "
         "time_to_first_token_ms, generation_time_ms, mean_itl_ms, tokens_per_second",
     )
     group.add_argument(
@@ -141,9 +141,9 @@ def add_server_options(parser: Parser) -> None:
     group.add_argument(
         "--api-key-file",
         type=Path,
-        help="who may ask: a line per key, NAME SCOPE SHA256, scope user or admin (which /metrics "
-        "wants), then limits of its own if any. The environment variable PACELINE_API_KEY is one "
-        "more key, of scope admin",
+        help="API keys, one per line: NAME SCOPE SHA256, then limits of that key if any; the "
+        "scope is user, or admin, which /metrics needs. The environment variable PACELINE_API_KEY "
+        "adds a key of scope admin",
     )
     group.add_argument(
         "--log-format",
@@ -156,14 +156,14 @@ def add_server_options(parser: Parser) -> None:
         type=bounded_float(0.0),
         default=15.0,
         metavar="SECONDS",
-        help="a stream without an event for so long gets a comment; 0: never (default 15)",
+        help="send a comment into a stream that had no event for this long; 0: never (default 15)",
     )
     group.add_argument(
         "--reasoning-parser",
         choices=("think", "qwen3", "deepseek_r1", "mistral", "granite", "openai_gptoss", "none"),
         default=None,
-        help="how the model marks its thoughts, which chat tells apart as reasoning; none: "
-        "they are text; default: as its chat template says",
+        help="how the model marks its reasoning, which chat answers return separately; none: as "
+        "text; default: as its chat template says",
     )
     group.add_argument(
         "--tool-call-parser",
@@ -172,7 +172,10 @@ def add_server_options(parser: Parser) -> None:
         help="how the model writes tool calls; default: as its chat template says, else hermes",
     )
     group.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="info", help="default info, to standard error"
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="level of the log on standard error (default info)",
     )
     group.add_argument(
         "--slo-class",
@@ -180,9 +183,9 @@ def add_server_options(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="NAME=TARGETS",
-        help="what a class of requests needs, such as interactive=ttft:500,tpot:50, in "
-        "milliseconds; targets are ttft, tpot, itl, deadline and queue_ttl, "
-        "best-effort lets all others go first; may be given several times, and redefines "
+        help="targets of a class of requests in milliseconds, such as "
+        "interactive=ttft:500,tpot:50; targets are ttft, tpot, itl, deadline and queue_ttl, and "
+        "best-effort lets all others go first; may be given several times, and can redefine "
         "interactive, standard and batch",
     )
     group.add_argument(
@@ -190,14 +193,14 @@ def add_server_options(parser: Parser) -> None:
         type=bounded_float(0.0),
         default=0.0,
         metavar="PRICE",
-        help="what the machine costs, for the metric paceline:cost_per_million_tokens",
+        help="price of the machine, for the metric paceline:cost_per_million_tokens",
     )
     group.add_argument(
         "--metrics-tenants",
         type=bounded_int(0),
         default=0,
-        help="tenants that metrics tell apart by the names that callers give, beside those with "
-        "keys: the first that ask; later ones are counted together (default 0)",
+        help="tenants without a key that get their own label in metrics, by the name in the "
+        "request: the first ones seen; later ones are counted together (default 0)",
     )
     group.add_argument(
         "--otlp-endpoint",
@@ -211,7 +214,7 @@ def slo_class(text: str) -> Slo:
     """Parse ``NAME=ttft:MS,tpot:MS,itl:MS,deadline:MS,queue_ttl:MS,best-effort``."""
     name, _, targets = text.partition("=")
     if not re.fullmatch(r"[\w-]{1,64}", name):
-        raise argparse.ArgumentTypeError(f"{name!r} is no name: letters, digits, - and _")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a name: use letters, digits, - and _")
     seconds: dict[str, float] = {}
     best_effort = False
     for part in filter(None, targets.split(",")):
@@ -221,7 +224,7 @@ def slo_class(text: str) -> Slo:
         target, colon, value = part.partition(":")
         if target not in ("ttft", "tpot", "itl", "deadline", "queue_ttl") or not colon:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is none of ttft:MS, tpot:MS, itl:MS, deadline:MS, queue_ttl:MS, "
+                f"{part!r} is not one of ttft:MS, tpot:MS, itl:MS, deadline:MS, queue_ttl:MS, "
                 "best-effort"
             )
         if target in seconds:
@@ -241,32 +244,32 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--batch-dir",
         metavar="FOLDER",
-        help="where files and batches are kept, one server at a time; off: nowhere; default: "
-        "paceline/batches/PORT under $XDG_STATE_HOME (~/.local/state), made when first used",
+        help="folder for files and batches, used by one server at a time; off: not served; "
+        "default: paceline/batches/PORT under $XDG_STATE_HOME (~/.local/state)",
     )
     group.add_argument(
         "--max-file-size",
         type=size_with_unit,
         default=200 * 2**20,
-        help="a larger file is refused with 413 (default 200MiB)",
+        help="refuse larger files with 413 (default 200MiB)",
     )
     group.add_argument(
         "--batch-storage",
         type=size_with_unit,
         default=10 * 2**30,
-        help="all files and answers together; beyond that uploads are refused with 413 and batches "
-        "pause (default 10GiB)",
+        help="size of all files and answers together; beyond it uploads are refused with 413 and "
+        "batches pause (default 10GiB)",
     )
     group.add_argument(
         "--max-batch-requests",
         type=bounded_int(1),
         default=50_000,
-        help="a batch of more requests fails (default 50000)",
+        help="a batch with more requests fails (default 50000)",
     )
     group.add_argument(
         "--batch-concurrency",
         type=bounded_int(1),
-        help="requests of batches given to the engine at once; default: half of --max-num-seqs",
+        help="batch requests in the engine at once; default: half of --max-num-seqs",
     )
 
 

@@ -66,11 +66,11 @@ class EngineSettings:
         if load.num_blocks is not None and load.kv_cache_bytes is not None:
             raise ConfigError(
                 f"--num-blocks {load.num_blocks} and --kv-cache-memory "
-                f"{shown_bytes(load.kv_cache_bytes)} both size the KV cache: give one of them"
+                f"{shown_bytes(load.kv_cache_bytes)} both size the KV cache: give only one"
             )
         if self.prefix_cache_bytes is not None and not self.enable_prefix_caching:
             raise ConfigError(
-                f"--prefix-cache-memory {shown_bytes(self.prefix_cache_bytes)} changes nothing "
+                f"--prefix-cache-memory {shown_bytes(self.prefix_cache_bytes)} has no effect "
                 "with --no-enable-prefix-caching: leave one out"
             )
         SpeculationSettings.of(self.scheduler.speculative_config)

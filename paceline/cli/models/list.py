@@ -22,11 +22,11 @@ __all__ = ["LocalModel", "add_parser", "find", "local_models"]
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "list",
-        help="the models that were downloaded",
-        description="List downloaded models; 'paceline pull --list' shows what else has a short "
+        help="list downloaded models",
+        description="List downloaded models; 'paceline pull --list' shows all models with a short "
         "name, 'paceline rm NAME' removes one.",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.set_defaults(run=run)
 
 
@@ -79,8 +79,8 @@ def find(name: str) -> LocalModel:
     """Return a model by name. Raises CheckpointError that lists the known ones."""
     models = {model.name: model for model in local_models()}
     if name not in models:
-        there = f"there are {', '.join(models)}" if models else "there is none"
-        raise CheckpointError(f"no model {name!r} was downloaded; {there}")
+        there = f"downloaded are {', '.join(models)}" if models else "there is none"
+        raise CheckpointError(f"no downloaded model is named {name!r}; {there}")
     return models[name]
 
 

@@ -20,9 +20,9 @@ examples:
   paceline pull org/name/file.gguf       that file
 
 The default model goes to $PACELINE_CACHE (default ~/.cache/paceline), what is on the hub to Hugging
-Face's cache (HF_HUB_CACHE). Each file is checked against the digest that the hub states; a download
-that broke goes on where it ended. HF_ENDPOINT names a mirror, HF_TOKEN opens gated models. Whatever
-is here already is left alone, unless the hub has a newer version.
+Face's cache (HF_HUB_CACHE). Each file is checked against the digest that the hub states; an
+interrupted download continues where it stopped. HF_ENDPOINT names a mirror, HF_TOKEN opens gated
+models. Files that are here already are kept, unless the hub has a newer version.
 """
 
 
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "pull",
         help="download a model",
-        description="Download a model, check it, and move it into place in one step.",
+        description="Download a model and check its files before it can be used.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -79,6 +79,6 @@ def _list() -> int:
             )
         )
     print(table(rows))
-    print("\nTRIED: served here and its answers looked at. Others load if docs/use/models.md has "
-          "their architecture.")  # fmt: skip
+    print("\nTRIED: was served and its answers were read. Others load if docs/use/models.md lists "
+    "their architecture.")  # fmt: skip
     return 0

@@ -13,10 +13,10 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "rm",
         help="remove a downloaded model",
-        description="Remove downloaded models, by their names in 'paceline list'. Files and "
-        "folders of your own are left alone.",
+        description="Remove downloaded models by their names in 'paceline list', never your own "
+        "files.",
     )
-    parser.add_argument("model", nargs="+", metavar="NAME", help="as 'paceline list' shows it")
+    parser.add_argument("model", nargs="+", metavar="NAME", help="name as in 'paceline list'")
     parser.set_defaults(run=run)
 
 

@@ -120,7 +120,7 @@ def _scan(path: Path) -> tuple[frozenset[Key], frozenset[Key], int]:
             if found is None:
                 if raw.endswith(b"\n") or not raw.startswith(_START[: len(raw)]):
                     raise ConfigError(
-                        f"{path} line {number} is not an answer of 'paceline generate': name "
+                        f"{path} line {number} is not an answer of 'paceline generate': choose "
                         "another output, or give --overwrite to replace this one"
                     )
                 break  # torn: the write of the last line was cut short

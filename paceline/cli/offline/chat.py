@@ -102,12 +102,12 @@ def add_options(parser: Parser) -> None:
     """Add the flags that ``paceline run`` takes too."""
     add_model_argument(parser)
     group = parser.add_argument_group("answers")
-    group.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    group.add_argument("--system", metavar="TEXT", help="system prompt")
     group.add_argument(
         "--max-tokens",
         type=bounded_int(1),
         default=512,
-        help="tokens of one answer at most (default 512)",
+        help="longest answer in tokens (default 512)",
     )
     group.add_argument(
         "--temperature",
@@ -125,12 +125,12 @@ def add_options(parser: Parser) -> None:
     group.add_argument(
         "--stats",
         action="store_true",
-        help="say after each answer how many tokens a second it had, in a pipe too",
+        help="print tokens per second after each answer, in a pipe too",
     )
     group.add_argument(
         "--seed",
         type=bounded_int(-(2**62), 2**62),
-        help="repeat the same answers; default: different ones every time",
+        help="seed that makes answers repeatable; default: a random one",
     )
     add_engine_options(parser, scheduling=False)
 
@@ -239,7 +239,7 @@ def _carry_out(command: Command, conversation: Conversation) -> str | None:
         said = "forgotten"
     elif command.name == "system":
         conversation.set_system(command.rest or None)
-        said = "the model is told that first" if command.rest else "the model is told nothing first"
+        said = "system prompt set" if command.rest else "no system prompt"
     elif command.name == "temperature":
         try:
             conversation.temperature = bounded_float(0.0, 100.0)(command.rest)
@@ -250,7 +250,7 @@ def _carry_out(command: Command, conversation: Conversation) -> str | None:
         last = conversation.take_back()
         if last is not None:
             return last
-        said = "nothing was said yet"
+        said = "there is no message to repeat yet"
     print(f"({said})", file=sys.stderr)
     return None
 
@@ -400,14 +400,14 @@ class Conversation:
                 if room >= 1:
                     break
                 raise NeverFitsError(
-                    f"the message takes {len(prompt)} tokens and the context holds {longest}: "
+                    f"the message has {len(prompt)} tokens and the context has room for {longest}: "
                     "shorten it, or raise --max-model-len",
                     "messages",
                 )
             del self.turns[:2]
             forgotten += 1
         if forgotten:
-            print(f"(forgot the {forgotten} oldest exchanges: context full)", file=sys.stderr)
+            print(f"(context full: dropped the {forgotten} oldest exchanges)", file=sys.stderr)
         return prompt, min(self._max_tokens, room)
 
 

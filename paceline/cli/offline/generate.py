@@ -30,9 +30,9 @@ an input line is one of:
   {"messages": [{"role": "user", "content": "Hello"}], "custom_id": "greeting"}
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-with every field that the server's /v1/completions and /v1/chat/completions know, but stream.
+with any field of the server's /v1/completions and /v1/chat/completions except stream.
 
-an output line answers one of them, in the order in which they end:
+each output line answers one input line, in the order in which they finish:
   {"index": 0, "custom_id": null, "input": "...", "choices": [...], "usage": {...}, "error": null}
 
 or, for the third form, {"index", "custom_id", "input", "id", "response", "error"} as in OpenAI's
@@ -59,20 +59,23 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("input", metavar="INPUT", help="a file of JSON lines; - for standard input")
     parser.add_argument(
-        "-o", "--output", metavar="OUTPUT", help="where answers are appended; default: print them"
+        "-o",
+        "--output",
+        metavar="OUTPUT",
+        help="file to append answers to; default: standard output",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="drop the answers that OUTPUT already holds"
+        "--overwrite", action="store_true", help="drop the answers already in OUTPUT"
     )
     parser.add_argument(
         "--retry-failed",
         action="store_true",
-        help="ask again for the lines whose answer in OUTPUT is an error, and replace it",
+        help="run lines again whose answer in OUTPUT is an error, and replace it",
     )
     parser.add_argument(
         "--max-tokens",
         type=bounded_int(1),
-        help="for lines that do not say; default: the endpoint's own",
+        help="max_tokens of lines without it; default: that of the endpoint",
     )
     add_model_argument(parser, positional=False)
     add_engine_options(parser)
@@ -168,9 +171,9 @@ def _summary(tally: Tally, seconds: float) -> str:
     if tally.failed:
         parts.append(f"{tally.failed} failed (see their 'error')")
     if tally.failed_before:
-        parts.append(f"{tally.failed_before} failed before (--retry-failed asks again)")
+        parts.append(f"{tally.failed_before} failed before (--retry-failed runs them again)")
     if tally.skipped:
-        parts.append(f"{tally.skipped} had an answer already")
+        parts.append(f"{tally.skipped} were answered before")
     rate = tally.output_tokens / seconds if seconds > 0 else 0.0
     parts.append(f"{tally.output_tokens} output tokens in {seconds:.1f} s ({rate:.1f}/s)")
     return f"paceline generate: {', '.join(parts)}"
@@ -304,7 +307,7 @@ def _open_input(name: str, output: str | None) -> Iterator[tuple[BinaryIO, int |
         return
     path = Path(name)
     if output is not None and path.exists() and Path(output).exists() and path.samefile(output):
-        raise ConfigError(f"{name} is both input and output: name another output")
+        raise ConfigError(f"{name} is both input and output: choose another output")
     try:
         file = path.open("rb")
     except OSError as error:

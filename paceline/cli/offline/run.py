@@ -22,8 +22,8 @@ Without a prompt it is 'paceline chat MODEL'.
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "run",
-        help="talk to a model, or ask it one thing",
-        description="Fetch a model if need be, and talk to it in this terminal.",
+        help="talk to a model, or ask it one question",
+        description="Download a model if needed, and talk to it in this terminal.",
         epilog=_EPILOG,
     )
     chat.add_options(parser)

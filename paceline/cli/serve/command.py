@@ -69,7 +69,7 @@ examples:
 
 One line on standard output says when it is ready; logs go to standard error. SIGTERM or Ctrl-C
 drains: running requests end, new ones get 503; a second one ends at once. Exit codes: 0 after a
-drain, 1 when the engine died too often, 2 when the server could not start as asked.
+drain, 1 when the engine died too often, 2 when the server could not start.
 """
 
 
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_repeated(flag: str, names: Sequence[str]) -> None:
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{flag} {min(twice)} is given {names.count(min(twice))} times")
+        raise ConfigError(f"{flag} {min(twice)} was given {names.count(min(twice))} times")
 
 
 def _server_config(
@@ -181,8 +181,8 @@ def _warn_if_reachable(listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         logging.getLogger("paceline.cli").warning(
-            "open address=%s port=%d: every caller that reaches it may use this server and read "
-            "its metrics; --api-key-file asks for keys",
+            "open address=%s port=%d: every client that can reach it may use this server and read "
+            "its metrics; --api-key-file requires keys",
             host,
             port,
         )
@@ -309,15 +309,15 @@ def ready_line(info: EngineInfo, name: str, host: str, port: int, *, tls: bool =
     )
     kv_bytes, windows = info.num_blocks * info.block_bytes + info.window_bytes, ""
     if info.num_window_blocks:
-        windows = f" and {info.num_window_blocks} for layers with a window"
+        windows = f" and {info.num_window_blocks} for sliding-window layers"
     cache = (
-        f"{info.num_blocks} KV blocks of {info.block_size}{windows} in {info.kv_dtype}, which is "
+        f"{info.num_blocks} KV blocks of {info.block_size} tokens{windows} in {info.kv_dtype}, "
         f"{kv_bytes / 2**20:.0f} MiB when full"
     )
     if not kv_bytes:
         cache = "no KV cache"
     why = f"; auto: {info.choice}" if info.choice else ""
     return (
-        f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, "
-        f"{cache}, up to {info.max_model_len} tokens a request{why}) - try: {curl}"
+        f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, {cache}, up to "
+        f"{info.max_model_len} tokens per request{why}) - try: {curl}"
     )

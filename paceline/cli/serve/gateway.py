@@ -30,20 +30,20 @@ gateway.toml:
   name = "b"
   url = "http://127.0.0.1:8002"
 
-  [[models]]                 # without any, every model of every engine has its own name
+  [[models]]                 # optional: by default each engine's models keep their names
   name = "chat"
-  tiers = [["a"], ["b"]]     # b where a cannot
+  tiers = [["a"], ["b"]]     # b when a cannot
 
-docs/operate/gateway.md explains every setting. Engines may be of Paceline, vLLM, SGLang, llama.cpp,
-Ollama or any with OpenAI's API; streams go on elsewhere, exactly, between engines of Paceline.
+docs/operate/gateway.md explains every setting. Engines may be Paceline, vLLM, SGLang, llama.cpp,
+Ollama or any server with OpenAI's API; broken streams resume exactly between Paceline engines.
 """
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "gateway",
-        help="one address for several engines, which goes on when one of them ends",
-        description="Route requests to engines, and finish what an engine began.",
+        help="one address for several engines, with failover",
+        description="Route requests to engines, and finish the streams of an engine that fails.",
         epilog=_EPILOG,
     )
     parser.add_argument("config", nargs="?", type=Path, metavar="FILE", help="TOML, see below")
@@ -52,17 +52,20 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="an engine, instead of a file; may be repeated",
+        help="URL of URL of an engine, instead of a file; may be repeated",
     )
-    parser.add_argument("--host", metavar="HOST", help="default: the file's, else 127.0.0.1")
+    parser.add_argument(
+        "--host", metavar="HOST", help="address; address; default: the file's, else 127.0.0.1"
+    )
     parser.add_argument(
         "--port",
         type=bounded_int(0, 65535),
         metavar="PORT",
-        help="0 takes a free one; default: the file's, else 8080",
+        help="port to listen on; port to listen on; 0 takes a free one; default: the file's, else "
+        "8080",
     )
     parser.add_argument(
-        "--check", action="store_true", help="read the file, say what is wrong with it, and end"
+        "--check", action="store_true", help="check the file, print errors, and exit"
     )
     parser.add_argument(
         "--otlp-endpoint",
@@ -85,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     configure_logging(args.log_level, args.log_format)
     if (args.config is None) == (not args.engine):
-        raise ConfigError("give a file or --engine URL, one of them")
+        raise ConfigError("give either a file or --engine URL")
     if args.config is not None:
         config = _read(args)
     else:
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         check_config(config)
     keys = _keys(config)
     if args.check:
-        print(f"{len(config.engines)} engines, {len(config.models)} models: the file is good")
+        print(f"{len(config.engines)} engines, {len(config.models)} models: the file is valid")
         return 0
     host = args.host or config.host
     port = config.port if args.port is None else args.port
@@ -121,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
                 # imported modules are never garbage
                 gc.collect()
                 gc.freeze()
-                models = ", ".join(gateway.routes.names()) or "no model yet"
+                models = ", ".join(gateway.routes.names()) or "no models yet"
                 address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 print(
                     f"paceline gateway ready: {address}/v1 ({len(config.engines)} engines: "

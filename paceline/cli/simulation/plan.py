@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "plan",
         help="plan memory, replicas and cost before buying them",
-        description="Plan by arithmetic where it holds and by simulation where it does not.",
+        description="Plan by arithmetic where it is exact enough, else by simulation.",
         epilog=_EPILOG,
     )
     plans = parser.add_subparsers(
@@ -50,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_batching(plans: argparse._SubParsersAction[Parser]) -> None:
     parser = plans.add_parser(
         "batching",
-        help="what continuous batching gains over static",
+        help="gain of continuous batching over static batching",
         description="Compare static with continuous batching, by arithmetic on output lengths.",
     )
     parser.add_argument(
@@ -66,17 +66,17 @@ def _add_batching(plans: argparse._SubParsersAction[Parser]) -> None:
         type=bounded_float(0.0),
         default=10.0,
         metavar="MS",
-        help="of a step, whatever is in it (default 10)",
+        help="fixed time of a step (default 10)",
     )
     parser.add_argument(
         "--row-ms",
         type=bounded_float(0.0),
         default=0.1,
         metavar="MS",
-        help="of each row of a step (default 0.1)",
+        help="additional time for each row of a step (default 0.1)",
     )
     parser.add_argument("--samples", type=bounded_int(1), default=20000, help="lengths drawn")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed (default 0)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     parser.set_defaults(run=_run_batching)
 
@@ -112,22 +112,24 @@ def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
         help="prefill and decode replicas for disaggregation",
         description="Balance prefill and decode replicas, by arithmetic on roofline step times.",
     )
-    parser.add_argument("--model", required=True, metavar="NAME", help="known, or a checkpoint")
+    parser.add_argument("--model", required=True, metavar="NAME", help="name, or a checkpoint")
     plan_fleet.add_model_shape(parser)
     parser.add_argument(
-        "--hardware", required=True, metavar="NAME", help="known; a wrong name lists them"
+        "--hardware", required=True, metavar="NAME", help="known GPU; others list them"
     )
-    parser.add_argument("--gpus", type=bounded_int(1), default=1, help="of one replica (default 1)")
+    parser.add_argument(
+        "--gpus", type=bounded_int(1), default=1, help="GPUs per replica (default 1)"
+    )
     parser.add_argument("--prompt", type=bounded_int(1), required=True, help="tokens")
     parser.add_argument("--output", type=bounded_int(1), required=True, help="tokens")
-    parser.add_argument("--tpot", metavar="TIME", help="a decode step may take, such as 50ms")
-    parser.add_argument("--replicas", type=bounded_int(2), default=4, help="to divide (default 4)")
+    parser.add_argument("--tpot", metavar="TIME", help="longest decode step, such as 50ms")
+    parser.add_argument("--replicas", type=bounded_int(2), default=4, help="replicas (default 4)")
     parser.add_argument("--max-num-seqs", type=bounded_int(1), default=256, help="default 256")
     parser.add_argument(
         "--max-num-batched-tokens",
         type=bounded_int(1),
         default=2048,
-        help="prompt tokens of a step (default 2048)",
+        help="prompt tokens in a step (default 2048)",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     parser.set_defaults(run=_run_split)
@@ -147,8 +149,8 @@ def _run_split(args: argparse.Namespace) -> int:
     room = times.num_blocks(1) // (args.prompt + args.output // 2)
     if times.num_blocks(1) < args.prompt + args.output:
         raise ConfigError(
-            f"{times.num_blocks(1)} tokens of keys and values do not hold one request of "
-            f"{args.prompt} + {args.output}"
+            f"{times.num_blocks(1)} tokens of KV cache are too few for a request of {args.prompt} "
+            f"+ {args.output}"
         )
     found = estimate_split(
         times,

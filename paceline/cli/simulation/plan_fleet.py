@@ -25,13 +25,15 @@ _NONE_WILL_DO = 1
 def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
     parser = plans.add_parser(
         "fleet",
-        help="the fewest replicas, and the best settings, that meet targets at a load",
-        description="Simulate fleets of each kind until the smallest that meets the targets is "
-        "found. Lists separated by commas are all tried.",
+        help="fewest replicas, and best settings, that meet targets at a load",
+        description="Simulate fleets to find the smallest one that meets the targets, for every "
+        "value of lists separated by commas.",
     )
-    parser.add_argument("--model", metavar="NAME", help="known, or a checkpoint")
+    parser.add_argument("--model", metavar="NAME", help="name of a known model, or a checkpoint")
     add_model_shape(parser)
-    parser.add_argument("--hardware", metavar="NAME[,NAME]", help="known; a wrong name lists them")
+    parser.add_argument(
+        "--hardware", metavar="NAME[,NAME]", help="known GPUs; another name lists them"
+    )
     parser.add_argument(
         "--step-times",
         metavar="SPEC",
@@ -40,17 +42,21 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--workload", required=True, metavar="SPEC", help="docs/understand/simulator.md"
     )
-    parser.add_argument("--ttft", metavar="TIME", help="target of every request, such as 500ms")
-    parser.add_argument("--tpot", metavar="TIME", help="target of every request, such as 50ms")
-    parser.add_argument("--deadline", metavar="TIME", help="target of every request, such as 30s")
+    parser.add_argument(
+        "--ttft", metavar="TIME", help="TTFT TTFT TTFT target of every request, such as 500ms"
+    )
+    parser.add_argument(
+        "--tpot", metavar="TIME", help="TPOT TPOT target of every request, such as 50ms"
+    )
+    parser.add_argument("--deadline", metavar="TIME", help="deadline of every request, such as 30s")
     parser.add_argument(
         "--attainment",
         type=bounded_float(0.01, 1.0),
         default=0.99,
         metavar="SHARE",
-        help="of requests within all their targets (default 0.99)",
+        help="share of requests that must meet all targets (default 0.99)",
     )
-    parser.add_argument("--gpus", default="1", metavar="N[,N]", help="of one replica (default 1)")
+    parser.add_argument("--gpus", default="1", metavar="N[,N]", help="GPUs per replica (default 1)")
     parser.add_argument(
         "--policy", metavar="NAME[,NAME]", help="default: the recorded engine's, else fcfs"
     )
@@ -60,11 +66,15 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         help="default: the recorded engine's, else 2048",
     )
     parser.add_argument("--router", default="least-outstanding", metavar="NAME")
-    parser.add_argument("--most", type=bounded_int(1), default=64, help="replicas (default 64)")
     parser.add_argument(
-        "--price-per-hour", metavar="P[,P]", help="of one GPU of each --hardware, in order"
+        "--most", type=bounded_int(1), default=64, help="replicas at most (default 64)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the workload")
+    parser.add_argument(
+        "--price-per-hour",
+        metavar="P[,P]",
+        help="price price of one GPU of each --hardware, in order",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the workload")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     parser.set_defaults(run=_run_fleet)
 
@@ -74,7 +84,7 @@ def add_model_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-shape",
         type=Path,
-        help="shapes of models that are not known: a checkpoint's config.json, or entries as in "
+        help="shapes of further models: a checkpoint's config.json, or entries as in "
         "paceline/sim/step_times/models.json",
     )
 
@@ -162,7 +172,7 @@ def _run_fleet(args: argparse.Namespace) -> int:
     print(text_table(rows))
     for answer in answers:
         if answer.reason:
-            print(f"{answer.option.name}: none will do: {answer.reason}")
+            print(f"{answer.option.name}: no fleet suffices: {answer.reason}")
     for name, why in unfit:
         print(f"{name}: left out: {why}")
     return done
@@ -188,7 +198,7 @@ def _kinds(args: argparse.Namespace) -> list[FleetOption]:
         )
     if args.step_times:
         if gpus != [1]:
-            raise ConfigError("--gpus: the step times of --step-times are those of a whole replica")
+            raise ConfigError("--gpus: --step-times are those of a whole replica")
         fitted = open_step_times(args.step_times, models=given_shapes(args))
         if fitted.config is not None:
             load_policy(fitted.config.scheduler.policy)
@@ -203,4 +213,4 @@ def _kinds(args: argparse.Namespace) -> list[FleetOption]:
 
 def _never(answer: FleetAnswer, most: int) -> str:
     """Say why no size was found: all were tried, or none had to be."""
-    return f"more than {most}" if answer.found.tried else "none will do"
+    return f"more than {most}" if answer.found.tried else "no fleet suffices"

@@ -40,68 +40,71 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
     titles = "; ".join(f"{name}: {preset.title}" for name, preset in PRESETS.items())
     parser = plans.add_parser(
         "memory",
-        help="how many sequences fit, preallocated and paged",
-        description="Divide a GPU's memory into weights and keys and values, and count sequences.",
+        help="how many sequences fit into a GPU's memory",
+        description="Divide a GPU's memory into weights and KV cache, and count sequences, with "
+        "preallocated and with paged memory.",
     )
     parser.add_argument(
         "--preset",
         type=str.lower,
         choices=tuple(PRESETS),
-        help=f"an exercise; flags change its numbers. {titles}",
+        help=f"a textbook exercise, whose numbers flags can change. {titles}",
     )
-    parser.add_argument("--model", metavar="NAME", help="a known model, or a checkpoint")
+    parser.add_argument("--model", metavar="NAME", help="name of a known model, or a checkpoint")
     plan_fleet.add_model_shape(parser)
     parser.add_argument("--memory", type=byte_count, help="of one GPU")
     parser.add_argument("--hardware", metavar="NAME", help="a known GPU, instead of --memory")
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="where serve would compute a checkpoint: auto, cpu, cuda or cuda:N, which need not be "
-        "here (default auto)",
+        help="device on which serve would compute a checkpoint: auto, cpu, cuda or cuda:N, also "
+        "one that this machine lacks (default auto)",
     )
-    parser.add_argument("--gpus", type=bounded_int(1), default=1, help="that share one model")
+    parser.add_argument(
+        "--gpus", type=bounded_int(1), default=1, help="GPUs that share one model (default 1)"
+    )
     parser.add_argument(
         "--weight-dtype",
         type=str.lower,
         choices=tuple(_BYTES),
-        help="default: of a checkpoint what serve takes for it here (with --hardware as a GGUF "
-        "file stores them), else bfloat16",
+        help="default: for a checkpoint what serve would choose here (with --hardware the format "
+        "of the GGUF file), else bfloat16",
     )
     parser.add_argument(
         "--kv-dtype",
         type=str.lower,
         choices=tuple(_BYTES),
-        help="default: of a checkpoint what serve takes for it here, else bfloat16",
+        help="default: for a checkpoint what serve would choose here, else bfloat16",
     )
     parser.add_argument("--weights", type=byte_count, help="instead of a model's")
     parser.add_argument("--kv-per-token", type=size_with_unit, help="instead of a model's")
     parser.add_argument("--max-len", type=bounded_int(1), help="prompt and output")
-    parser.add_argument("--mean-len", type=bounded_float(1), metavar="N", help="of a mean sequence")
+    parser.add_argument("--mean-len", type=bounded_float(1), metavar="N", help="mean sequence")
     parser.add_argument(
         "--utilization",
         type=bounded_float(0.01, 1.0),
         metavar="SHARE",
-        help="of memory that may be used (default 0.9)",
+        help="share of memory that may be used (default 0.9)",
     )
     parser.add_argument(
         "--reserve",
         type=byte_count,
-        help="for activations and the rest of the processes (default: of a checkpoint about what "
-        "these take here, else 0)",
+        help="memory for activations and the rest of the processes (default: for a checkpoint an "
+        "estimate, else 0)",
     )
     parser.add_argument("--block-size", type=bounded_int(1), default=16, help="default 16")
     parser.add_argument(
         "--max-num-seqs",
         type=bounded_int(1),
         default=256,
-        help="as serve takes it: layers with a sliding window have blocks for so many sequences, "
-        "where --model is a checkpoint that has such layers (default 256)",
+        help="as in serve: sliding-window layers of a checkpoint have blocks for this many "
+        "sequences (default 256)",
     )
     parser.add_argument(
         "--speculative-config",
         type=json_object,
-        help="as serve takes it: the weights and the KV cache of a draft model that it names are "
-        "counted too, where --model is a checkpoint",
+        help="as in serve: with a checkpoint, the weights and the KV cache of its draft model are "
+        "counted too",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     parser.set_defaults(run=_run)
@@ -130,13 +133,13 @@ def _draft(args: argparse.Namespace, kv_bytes_per_token: float) -> ServedMemory 
         return None
     if args.model is None or not Path(args.model).exists():
         raise ConfigError(
-            f"--speculative-config: a draft model is counted beside a checkpoint, and --model "
-            f"{args.model} is none: add its bytes to --weights and --kv-per-token"
+            "--speculative-config: a draft model is counted with a checkpoint only, and --model "
+            f"{args.model} is not one: add its bytes to --weights and --kv-per-token"
         )
     if drafts_by_mtp(config):
         raise ConfigError(
-            f"--speculative-config: the layers of {args.model} that guess are not counted here: "
-            "add their bytes to --weights, and to --kv-per-token those of as many layers"
+            f"--speculative-config: the MTP layers of {args.model} are not counted here: add their "
+            "bytes to --weights, and to --kv-per-token those of as many layers"
         )
     found = draft_of(config, args.model)
     assert found is not None
@@ -196,9 +199,9 @@ class MemoryQuestion:
         served = _served(args) if args.model else None
         if served is None and args.device:
             raise ConfigError(
-                "--device is where serve computes a checkpoint in formats that it takes by itself: "
-                "it needs --model FILE, and goes with neither --hardware nor both --weight-dtype "
-                "and --kv-dtype"
+                "--device says where serve would compute a checkpoint in formats that it chooses: "
+                "it needs --model FILE, and excludes --hardware, and --weight-dtype with "
+                "--kv-dtype"
             )
         weights, per_token = _of_model(args, served)
         memory: float | None = args.memory
@@ -261,12 +264,12 @@ class MemoryQuestion:
         if served is not None:
             where = "here" if served.device == "cpu" else f"on {served.device}"
             if not (self.args.weights or self.args.weight_dtype):
-                weights = f" in {served.dtype}, as serve takes it {where}"
+                weights = f" in {served.dtype}, as serve chooses {where}"
             if self._has_served_values:
-                values = f" in {served.kv_dtype}, as serve takes it {where}"
+                values = f" in {served.kv_dtype}, as serve chooses {where}"
         share, digits = self.numbers["utilization"], 1 if plan.weight_bytes >= 1e9 else 3
         rows = [
-            ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, of which {share:.0%} used"),
+            ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, {share:.0%} of it used"),
             ("weights", f"{plan.weight_bytes / 1e9:.{digits}f} GB{weights}"),
             ("reserved", f"{self.reserve / 1e9:.2f} GB for the rest of the processes"),
             ("keys and values", f"{plan.kv_bytes / 1e9:.1f} GB"),
@@ -277,7 +280,7 @@ class MemoryQuestion:
             ("paged is", f"{plan.gain:.1f}x"),
         ]
         if plan.num_window_blocks:
-            size = f"{plan.window_bytes / 1e9:.3f} GB for layers with a window"
+            size = f"{plan.window_bytes / 1e9:.3f} GB for sliding-window layers"
             rows.insert(6, ("  window blocks", f"{plan.num_window_blocks}, {size}"))
         if self.draft is not None:
             weight_bytes, per_token = self.draft_bytes

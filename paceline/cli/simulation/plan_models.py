@@ -38,14 +38,14 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         "models",
         help="which known models fit a memory, and in which format",
         description="For each known model and memory: the most exact format of the weights that "
-        "leaves room for enough sequences, and how many run at once. Arithmetic, as of 'plan "
-        "memory'; the KV cache is in bfloat16. int8 and q4 are formats of the native CPU kernels.",
+        "leaves room for enough sequences, and how many run at once. Computed as in 'plan "
+        "memory', with a bfloat16 KV cache. int8 and q4 are formats of the native kernels.",
     )
     parser.add_argument(
         "--memory",
         required=True,
         metavar="SIZE,...",
-        help="of one GPU, or what a CPU's server may take; 90%% of it is used",
+        help="memory of one GPU, or of a server on a CPU; 90%% of it is used",
     )
     plan_fleet.add_model_shape(parser)
     parser.add_argument(
@@ -53,13 +53,13 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         type=bounded_float(1),
         default=2048.0,
         metavar="N",
-        help="tokens of a mean sequence, prompt and output (default 2048)",
+        help="mean tokens of a sequence, prompt and output (default 2048)",
     )
     parser.add_argument(
         "--sequences",
         type=bounded_int(1),
         default=4,
-        help="that must fit at once (default 4)",
+        help="sequences sequences that must fit at once (default 4)",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     parser.set_defaults(run=_run)

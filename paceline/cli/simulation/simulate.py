@@ -56,8 +56,8 @@ _FLAGS = tuple(flag for flag in (*SCHEDULING, *ADMISSION) if flag.name != "--sch
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "simulate",
-        help="what would happen if: another policy, GPU, load, or number of replicas",
-        description="Simulate a workload with the scheduler that serves.",
+        help="simulate another policy, GPU, load, or number of replicas",
+        description="Simulate a workload with the scheduler that the server uses.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -67,40 +67,39 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="a trace file, or synthetic:..., clients:...",
     )
     parser.add_argument(
-        "--step-times", required=True, metavar="SPEC", help="where the seconds come from, see below"
+        "--step-times", required=True, metavar="SPEC", help="how long steps take, see below"
     )
     parser.add_argument(
         "--model-shape",
         type=Path,
-        help="shapes of models that are not known: a checkpoint's config.json, or entries as in "
+        help="shapes of further models: a checkpoint's config.json, or entries as in "
         "paceline/sim/step_times/models.json",
     )
     parser.add_argument(
-        "--policy", default=None, metavar="NAME[,NAME...]", help="compared side by side"
+        "--policy", default=None, metavar="NAME[,NAME...]", help="policies to compare"
     )
     parser.add_argument("--replicas", type=bounded_int(1), default=1, help="default 1")
     parser.add_argument(
         "--router",
         default="least-outstanding",
         metavar="NAME",
-        help="round-robin, least-outstanding (default), prefix-affinity or predicted, which is "
-        "the gateway's",
+        help="round-robin, least-outstanding (default), prefix-affinity or the gateway's predicted",
     )
     parser.add_argument(
         "--decode-replicas",
         type=bounded_int(1),
-        help="so many more take requests over after their first token (disaggregation)",
+        help="more replicas, to which requests move after their first token (disaggregation)",
     )
     parser.add_argument(
         "--kv-bandwidth",
         type=bounded_float(1e-6),
         default=25.0,
         metavar="GB/S",
-        help="of the link that keys and values move over, to decoding replicas and to host memory "
+        help="bandwidth at which KV blocks move to decode replicas and to host memory "
         "(--swap-space) (default 25)",
     )
     group = parser.add_argument_group(
-        "engine (default: the recorded one's, else paceline serve's, without --swap-space)"
+        "engine (defaults: those of the recording, else of paceline serve, without --swap-space)"
     )
     add_flags(group, _FLAGS, None)
     group.add_argument("--max-model-len", type=bounded_int(1))
@@ -110,34 +109,38 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--max-tokens",
         type=bounded_int(1),
-        help="what callers ask for where outputs end by themselves; default: what they will get",
+        help="max_tokens of requests, where outputs end earlier; default: the length of the output",
     )
     group.add_argument(
         "--acceptance",
         type=_chances,
         default=(),
         metavar="P[,P...]",
-        help="how often a guessed token is right, those before it in the row being right: as many "
-        "are guessed at most, as --speculative-config says (default: none)",
+        help="probability that each draft token is accepted if those before it were: at most this "
+        "many are drafted, as --speculative-config says (default: no drafts)",
     )
     parser.add_argument("--seed", type=bounded_int(0), default=0, help="default 0")
-    parser.add_argument("--jobs", type=bounded_int(1), default=1, help="simulations at once")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument(
+        "--jobs", type=bounded_int(1), default=1, help="simulations to run in parallel"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     group = parser.add_argument_group("reports")
     group.add_argument(
         "--speedup",
         default="1",
         metavar="X[,X...]",
-        help="loads to compare: the workload's time divided by each (default 1)",
+        help="loads to compare: the times of arrival are divided by each (default 1)",
     )
     group.add_argument(
-        "--itl", action="store_true", help="measure every gap between tokens too; takes longer"
+        "--itl",
+        action="store_true",
+        help="also measure every gap between tokens, which takes longer",
     )
     group.add_argument(
         "--price-per-hour",
         type=bounded_float(0.0),
         metavar="PRICE",
-        help="of one replica: adds the cost of a million output tokens",
+        help="price price of one replica: adds the cost of a million output tokens",
     )
     group.add_argument(
         "--plot",
@@ -148,14 +151,13 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--html",
         type=Path,
-        help="one page with the table and, without matplotlib, the same plots",
+        help="a page with the table and the same plots, which needs no matplotlib",
     )
     group.add_argument(
         "--timeline",
         type=Path,
-        help="every step, for Perfetto or chrome://tracing; of one simulation only. A name that "
-        "ends in .gz gets what 'paceline trace' saves of a server: requests by lane and counters "
-        "too, of one replica",
+        help="every step of a single simulation, for Perfetto or chrome://tracing. A name that "
+        "ends in .gz gets requests and counters of one replica too, as 'paceline trace' saves them",
     )
     parser.set_defaults(run=run)
 
@@ -183,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     speedups = parts_of(args.speedup, bounded_float(1e-6), "--speedup")
     points = [_Point(args, policy, speedup) for policy in policies for speedup in speedups]
     if args.timeline is not None and len(points) > 1:
-        raise ConfigError(f"--timeline shows one simulation, but {len(points)} are asked for")
+        raise ConfigError(f"--timeline shows one simulation, but there are {len(points)}")
     # made here first, so that errors are reported before anything runs
     for point in points:
         _pool(point)
@@ -239,7 +241,7 @@ def _plot(path: Path, results: list[_Result]) -> None:
         x="requests/s",
         y="goodput, requests/s",
         title="Requests within their targets, simulated",
-        at_most_x="all of them",
+        at_most_x="all requests",
     )
 
 
@@ -258,7 +260,7 @@ def _write_page(args: argparse.Namespace, results: list[_Result]) -> None:
     if len(loads) > 1:
         charts = []
         for title, unit, most, figure in (
-            ("Goodput against the rate offered", "goodput, requests/s", "all of them", "goodput"),
+            ("Goodput against the rate offered", "goodput, requests/s", "all requests", "goodput"),
             ("Attainment against the rate offered", "share within targets", "", "attainment"),
         ):
             curves = [
@@ -319,8 +321,7 @@ def _simulate(point: _Point) -> _Result:
             if not stream.count:
                 # without requests, figures would look like those of a server that meets no target
                 raise ConfigError(
-                    f"--workload {point.args.workload}: it has no requests with prompt and output "
-                    "tokens"
+                    f"--workload {point.args.workload}: no request has prompt and output tokens"
                 )
             if collector is not None:
                 write_trace(collector.trace(), path)
@@ -349,7 +350,7 @@ def _collector(pool: Pool) -> Collector:
     if len(pool.replicas) != 1 or pool.disaggregation is not None:
         raise ConfigError(
             "--timeline FILE.gz shows the requests of one replica, and more are simulated: leave "
-            ".gz out for the steps of all of them"
+            ".gz out for the steps of all requests"
         )
     config = pool.replicas[0].config
     return Collector(config.scheduler, config.cache)
@@ -403,8 +404,8 @@ def _pool(point: _Point) -> Pool:
         per_token = sources[0].kv_bytes_per_token
         if per_token is None:
             raise ConfigError(
-                f"--decode-replicas: {args.step_times} does not say how many bytes of keys and "
-                "values a token has; use roofline or profile step times"
+                f"--decode-replicas: {args.step_times} does not say how many bytes of KV cache a "
+                "token takes; use roofline or profile step times"
             )
         transfer = KVTransfer(per_token, 1e9 * args.kv_bandwidth)
         split = Disaggregation(specs[args.replicas :], transfer, make_router(args.router))
@@ -460,8 +461,8 @@ def _host_memory(args: argparse.Namespace, source: Source, block_size: int) -> d
     per_token = source.kv_bytes_per_token
     if per_token is None:
         raise ConfigError(
-            f"--swap-space: {args.step_times} does not say how many bytes of keys and values a "
-            "token has; use roofline or profile step times"
+            f"--swap-space: {args.step_times} does not say how many bytes of KV cache a token "
+            "takes; use roofline or profile step times"
         )
     block_bytes = per_token * block_size
     return {

@@ -123,7 +123,7 @@ def _said(error: PacelineError, path: str) -> dict[str, Any]:
 
 
 def _too_much(job: Mapping[str, Any]) -> str:
-    return f"it needs more than the {int(job['memory']) // 2**20} MiB that it may take"
+    return f"it needs more memory than its limit of {int(job['memory']) // 2**20} MiB"
 
 
 def _bound(memory: int, seconds: int, *, idle: bool) -> None:
@@ -262,17 +262,15 @@ def _read(path: Path) -> tuple[Iterator[Arrival], int]:
 
     trace = open_trace(path)
     if trace.timeless:
-        raise WorkloadError(
-            "the trace has lengths only, and no times: add a column with arrival times"
-        )
+        raise WorkloadError("the trace has lengths but no times: add a column with arrival times")
 
     def bounded() -> Iterator[Arrival]:
         for number, arrival in enumerate(trace.arrivals(), 1):
             longest = max(arrival.prompt_tokens, arrival.output_tokens)
             if longest > _MOST_TOKENS:
                 raise WorkloadError(
-                    f"request {number} of the trace, at {arrival.at:g} s, has {longest} tokens; at "
-                    f"most {_MOST_TOKENS} of a prompt and of an answer are simulated"
+                    f"request {number} of the trace, at {arrival.at:g} s, has {longest} tokens; "
+                    f"prompts and answers of up to {_MOST_TOKENS} tokens are simulated"
                 )
             yield arrival
 
@@ -281,7 +279,7 @@ def _read(path: Path) -> tuple[Iterator[Arrival], int]:
 
 def _nothing(job: Mapping[str, Any]) -> str:
     if job["workload"]["kind"] == "minutes":
-        return "no request came in these minutes: send some, choose more minutes, or give a trace"
+        return "no request arrived in these minutes: send some, choose more, or give a trace"
     return _EMPTY
 
 
@@ -301,8 +299,8 @@ def _step_times(
             fitted = RecordedStepTimes(recording, seed=0)
         except ConfigError as error:
             raise ConfigError(
-                f"this server's steps do not say how long steps take: {error}. Send requests, or "
-                "choose step times of a hardware and a model"
+                f"step times cannot be learned from this server's steps: {error}. Send requests, "
+                "or choose a hardware and a model"
             ) from None
         return replace(config, delays=fit_delays(recording)), lambda: fitted.another(0)
     from paceline.sim.step_times.models import ModelShape

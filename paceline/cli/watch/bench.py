@@ -29,7 +29,7 @@ examples:
 
 Any server with OpenAI's streaming chat or completions will do; docs/use/bench.md says what the
 figures mean. A key is read from PACELINE_API_KEY or OPENAI_API_KEY. The exit code is 1 if no
-request succeeded. Ctrl-C ends a run early, with a report of what had ended.
+request succeeded. Ctrl-C ends a run early, with a report of the requests that had ended.
 """
 _DAY_MS: Final = 86_400e3
 _KEYS: Final = ("PACELINE_API_KEY", "OPENAI_API_KEY")
@@ -39,20 +39,25 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "bench",
         help="send load to any OpenAI-compatible server and measure it",
-        description="Measure a running server: latencies, throughput, targets met.",
+        description="Measure latencies, throughput and attainment of a running server.",
         epilog=_EPILOG,
     )
     parser.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="of the server; without a path, /v1 of it (default http://127.0.0.1:8000)",
+        help="URL of the server; without a path, its /v1 (default http://127.0.0.1:8000)",
     )
-    parser.add_argument("--model", default="", metavar="NAME", help="default: the server's first")
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="model name; default: the first that the server lists",
+    )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="other users of this machine see it: better in PACELINE_API_KEY or OPENAI_API_KEY",
+        help="visible to other users here: prefer PACELINE_API_KEY or OPENAI_API_KEY",
     )
     parser.add_argument(
         "--endpoint",
@@ -67,17 +72,17 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--rate",
         type=bounded_float(1e-6, 1e6),
         metavar="N",
-        help="requests a second, whatever the server does (open loop)",
+        help="requests per second, however fast the server answers (open loop)",
     )
     group.add_argument(
         "--concurrency",
         type=bounded_int(1, 100_000),
-        help="so many at once, the next when one has ended (closed loop)",
+        help="requests at once; each is followed by the next when it ends (closed loop)",
     )
     group.add_argument(
         "--arrivals",
         choices=("poisson", "bursty", "constant"),
-        help="gaps at --rate: exponential (default), gamma with --cv, or equal",
+        help="gaps between requests at --rate: exponential (default), gamma with --cv, or equal",
     )
     group.add_argument(
         "--cv",
@@ -86,39 +91,38 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="coefficient of variation of bursty gaps (default 3)",
     )
     group.add_argument(
-        "--num-requests", type=bounded_int(1), help="default 100, or the whole trace"
+        "--num-requests", type=bounded_int(1), help="default: 100, or the whole trace"
     )
     group.add_argument(
         "--duration",
         type=bounded_float(1e-3, 1e6),
         metavar="SECONDS",
-        help="none is sent after this; what runs is waited for",
+        help="stop sending after this time, then wait for running requests",
     )
     group = parser.add_argument_group("what is sent")
     group.add_argument(
         "--input-len",
         metavar="TOKENS",
-        help="of prompts: 256 (default), uniform(LOW,HIGH), lognormal(MEDIAN,SIGMA), ...",
+        help="tokens tokens of prompts: 256 (default), uniform(LOW,HIGH), "
+        "lognormal(MEDIAN,SIGMA), ...",
     )
     group.add_argument("--output-len", metavar="TOKENS", help="max_tokens, likewise (default 128)")
     group.add_argument(
         "--trace",
         default="",
         metavar="SPEC",
-        help="times and lengths of a file that paceline simulate reads, or of a description such "
-        "as clients:...; with --rate or --concurrency its lengths alone",
+        help="times and lengths from a file that paceline simulate reads, or a description such "
+        "as clients:...; with --rate or --concurrency only its lengths",
     )
     group.add_argument(
         "--prompts",
         type=Path,
-        help="JSON lines with prompt or messages, and other fields of a request such as max_tokens "
-        "or temperature if need be, taken in turn",
+        help="JSON lines with prompt or messages, and other fields such as temperature, sent in "
+        "turn",
     )
+    group.add_argument("--ignore-eos", action="store_true", help="send ignore_eos (an extension)")
     group.add_argument(
-        "--ignore-eos", action="store_true", help="ask for the whole output length (an extension)"
-    )
-    group.add_argument(
-        "--extra-body", default="{}", metavar="JSON", help="more fields of every request"
+        "--extra-body", default="{}", metavar="JSON", help="further fields for every request"
     )
     group = parser.add_argument_group("targets")
     for name, text in (
@@ -129,32 +133,30 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         group.add_argument(
             f"--slo-{name}-ms", type=bounded_float(1e-3, _DAY_MS), metavar="MS", help=text
         )
-    group.add_argument(
-        "--send-slo", action="store_true", help="tell the server too, as Paceline reads it"
-    )
+    group.add_argument("--send-slo", action="store_true", help="send the targets too, as slo")
     group = parser.add_argument_group("the run")
     group.add_argument(
         "--seed",
         type=bounded_int(0),
         default=0,
-        help="of times, lengths and prompts; a server may still have those of an earlier run with "
-        "the same seed in its prefix cache (default 0)",
+        help="seed of times, lengths and prompts; prompts of an earlier run with the same seed "
+        "may still be in the server's prefix cache (default 0)",
     )
-    group.add_argument("--warmup", type=bounded_int(0), default=0, help="requests before the run")
+    group.add_argument("--warmup", type=bounded_int(0), default=0, help="requests to warm up")
     group.add_argument(
         "--timeout",
         type=bounded_float(1e-3, 86_400.0),
         default=600.0,
         metavar="SECONDS",
-        help="a request takes at most (default 600)",
+        help="longest time of a request (default 600)",
     )
-    group.add_argument("--json", action="store_true", help="the figures as JSON, not as a table")
+    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
     group.add_argument(
         "--output",
         type=Path,
-        help="JSON with every request's times, this machine and the settings",
+        help="file for JSON with the times of every request, this machine and the settings",
     )
-    group.add_argument("--html", type=Path, help="one page with plots")
+    group.add_argument("--html", type=Path, help="file for a page with plots")
     parser.set_defaults(run=run)
 
 
@@ -208,11 +210,11 @@ def _plan(args: argparse.Namespace) -> Any:
     from paceline.bench.plan import ARRIVALS, Plan
 
     if args.rate is None and (args.arrivals is not None or args.cv is not None):
-        raise ConfigError("--arrivals and --cv are of an open loop: say --rate too")
+        raise ConfigError("--arrivals and --cv need an open loop: give --rate too")
     if args.cv is not None and args.arrivals not in (None, "bursty"):
-        raise ConfigError(f"--cv is of bursty arrivals, not of {args.arrivals} ones")
+        raise ConfigError(f"--cv is for --arrivals bursty, not {args.arrivals}")
     if args.trace and (args.input_len or args.output_len):
-        raise ConfigError("--trace brings lengths: leave out --input-len and --output-len")
+        raise ConfigError("--trace sets the lengths: leave out --input-len and --output-len")
     arrivals = args.arrivals or ("poisson" if args.cv is None else "bursty")
     return Plan.make(
         rate=args.rate,

@@ -28,7 +28,7 @@ examples:
   paceline doctor ./my-model.gguf
   paceline doctor --json | jq '.findings[] | select(.state == "fault")'
 
-Nothing is downloaded, started or changed. ok: as it should be; note: works, and could do better;
+Nothing is downloaded, started or changed. ok: nothing to do; note: works, but could be better;
 fault: something will not work. Exit codes: 0 without a fault, 1 with one.
 """
 
@@ -63,8 +63,8 @@ class Finding:
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what runs here, and what keeps it from running",
-        description="Look at this machine: versions, kernels, formats, memory, services.",
+        help="check what runs on this machine",
+        description="Check this machine: versions, kernels, formats, memory, services.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -72,9 +72,9 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         nargs="?",
         default=DEFAULT_MODEL,
         metavar="MODEL",
-        help=f"whose formats and memory are asked for (default {DEFAULT_MODEL})",
+        help=f"model whose formats and memory are checked (default {DEFAULT_MODEL})",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         for finding in findings:
             print(f"{finding.state:5}  {finding.name:{width}}  {finding.text}")
         count = "1 fault" if faults == 1 else f"{faults} faults"
-        print(count if faults else "nothing keeps a server from running here")
+        print(count if faults else "a server can run here")
     return 1 if faults else 0
 
 
@@ -135,7 +135,7 @@ def _processor() -> Finding:
     text = f"{platform.machine()}, {cores} processors; would compute: {threads}"
     if load > cores / 2:
         return Finding(
-            "processor", "note", f"{text}; {load:.1f} of them are busy now: they would be shared"
+            "processor", "note", f"{text}; {load:.1f} of them are busy now and would be shared"
         )
     return Finding("processor", "ok", text)
 
@@ -165,8 +165,8 @@ def _gpu() -> Finding:
     from paceline.backends.machine.cpu import may_have_cuda
 
     if may_have_cuda():
-        return Finding("gpu", "ok", "there are signs of one; --device cuda asks PyTorch for it")
-    return Finding("gpu", "ok", "no sign of one; --device auto takes the processor")
+        return Finding("gpu", "ok", "may be present; --device cuda uses it through PyTorch")
+    return Finding("gpu", "ok", "not found; --device auto takes the processor")
 
 
 def _memory() -> Finding:
@@ -174,9 +174,9 @@ def _memory() -> Finding:
 
     free = available_memory()
     pool = int(free * CPU_SHARE)
-    text = f"{free / _MIB:.0f} MiB free, of which the KV cache would take up to {pool / _MIB:.0f}"
+    text = f"{free / _MIB:.0f} MiB free; the KV cache would take up to {pool / _MIB:.0f} of them"
     if free < 2 * _PROCESSES:
-        return Finding("memory", "fault", f"{text}; a server takes {_PROCESSES // _MIB} itself")
+        return Finding("memory", "fault", f"{text}; a server itself needs {_PROCESSES // _MIB}")
     return Finding("memory", "ok", text)
 
 
@@ -189,7 +189,7 @@ def _model(name: str) -> Finding:
     from paceline.checkpoints.open import open_checkpoint
 
     if name in ALIASES and find_local(name, default_cache_dir()) is None:
-        return Finding("model", "note", f"{name} is not here yet: paceline pull {name}")
+        return Finding("model", "note", f"{name} is not downloaded yet: paceline pull {name}")
     path = resolve_model(name, offline=True).path
     config = open_checkpoint(path).config
     files = gguf_files(path) if path.is_file() else tuple(path.glob("*.safetensors"))
@@ -221,7 +221,7 @@ def _folders() -> Finding:
         # the nearest folder that exists
         place = next(each for each in (folder, *folder.parents) if each.exists())
         if not os.access(place, os.W_OK):
-            text = f"{what} cannot be kept in {folder}: {place} is not writable by this user"
+            text = f"{what} cannot be stored in {folder}: this user may not write to {place}"
             return Finding("folders", "fault", text)
         free = shutil.disk_usage(place).free
         parts.append(f"{what} in {folder} ({free / 2**30:.1f} GiB free)")

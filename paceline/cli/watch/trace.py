@@ -21,7 +21,7 @@ examples:
   paceline trace gpu1:8000 --seconds 600 -o slow.json.gz
 
 Open the file in https://ui.perfetto.dev, which reads it on your computer and uploads nothing.
-A server with API keys wants one of scope admin: PACELINE_API_KEY=... paceline trace.
+A server with API keys requires one of scope admin: PACELINE_API_KEY=... paceline trace.
 """
 _TIMEOUT: Final = 30.0
 # far above any sensible value of the server's own limit
@@ -31,8 +31,8 @@ _MAX_BYTES: Final = 512 * 2**20
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "trace",
-        help="save what a running server did lately, for Perfetto",
-        description="The steps of a running server and the requests in them, as a trace file.",
+        help="save the last minutes of a running server, for Perfetto",
+        description="Save a running server's latest steps and their requests as a trace file.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -47,14 +47,15 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=bounded_float(0.0, 999_999.0),
         default=60.0,
         metavar="SECONDS",
-        help="how far back, as far as the server's --timeline-history reaches (default 60)",
+        help="how many seconds back, as far as the server's --timeline-history reaches (default "
+        "60)",
     )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         default=Path("paceline-trace.json.gz"),
-        help="where to; compressed if it ends in .gz (default paceline-trace.json.gz)",
+        help="output file; compressed if it ends in .gz (default paceline-trace.json.gz)",
     )
     parser.set_defaults(run=run)
 
@@ -73,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     write_trace(trace, args.output)
     left_out = trace["otherData"]["left_out"]
     print(
-        f"{args.output}: {len(steps)} steps, {len(ended)} requests that ended, "
-        f"{len(model.requests)} that go on"
-        + (f"; the oldest {left_out} slices are left out" if left_out else "")
+        f"{args.output}: {len(steps)} steps, {len(ended)} requests ended, {len(model.requests)} "
+        "still running"
+        + (f"; the oldest {left_out} slices were left out" if left_out else "")
         + (f"; {len(model.gaps)} gaps" if model.gaps else "")
     )
     return 0
@@ -93,7 +94,6 @@ def _read(data: bytes, steps: list[Any], ended: list[Any]) -> Model:
     version = model.hello.get("version")
     if decoder.lost or version != VERSION:
         raise ConfigError(
-            f"what came is no timeline of version {VERSION} but of {version}: is a server of "
-            "another release running there?"
+            f"the timeline has version {version}, not {VERSION}: does another release run there?"
         )
     return model

@@ -180,11 +180,11 @@ class Budgets:
         )
         if before - self._held.get((key, budget.begins(now)), 0) + worst <= budget.amount:
             # it will fit once running requests give back what they do not use
-            told += ". Requests that are under way have reserved the rest"
+            told += ". Running requests have reserved the rest"
             return HttpError(429, told, retry_after=_SOON)
         if wait is None:
             return HttpError(402, told)
-        return HttpError(429, f"{told}. It begins anew in {go_duration(wait)}", retry_after=wait)
+        return HttpError(429, f"{told}. It resets in {go_duration(wait)}", retry_after=wait)
 
     def settle(self, reservation: Reservation, costs: Sequence[Cost]) -> None:
         """Settle a request that has ended; ``costs``: one per engine that made a part of it."""

@@ -80,7 +80,7 @@ class LeaseStore:
                 url, socket_timeout=_TIMEOUT, socket_connect_timeout=_TIMEOUT
             )
         except ValueError:
-            raise ConfigError("the storage of budgets is not the URL of a Redis") from None
+            raise ConfigError("the storage of budgets must be the URL of a Redis") from None
         self._leases: dict[tuple[str, str], _Lease] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # event loop time until which Redis is not asked

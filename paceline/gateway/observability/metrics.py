@@ -24,15 +24,15 @@ class GatewayMetrics:
         self.registry = Registry({})
         self._requests = self._counter(
             "requests",
-            "Requests by the engine that had them last, and how they ended: ok, refused (by the "
-            "engine), failed (nowhere an answer), broken (in the middle), gone (the caller).",
+            "Requests by their last engine and by outcome: ok, refused (by the engine), failed "
+            "(no engine answered), broken (in the middle), gone (the client left).",
             "result",
         )
         self._attempts = self._counter("attempts", "Requests sent to an engine.")
         self._failures = self._counter(
             "attempt_failures", "Attempts that an engine refused or lost.", "kind"
         )
-        self._resumed = self._counter("resumed", "Streams that went on at this engine.")
+        self._resumed = self._counter("resumed", "Streams resumed at this engine.")
         self._fallbacks = self._counter("fallbacks", "Requests sent to a later tier.")
         self._first = self._times(
             "time_to_first_token_seconds",
@@ -48,26 +48,27 @@ class GatewayMetrics:
         )
         self._unsolicited = self._counter(
             "unsolicited_responses",
-            "Connections closed for bytes on them that no request had asked for: another request "
+            "Connections closed because bytes arrived that belong to no request; the next request "
             "would have taken them for its answer.",
         )
         self._running = self._gauge("requests_running", "Requests at the engine.")
         self._waiting = self.registry.number(
-            "gauge", f"{_PREFIX}requests_waiting", "Requests that wait for a place at an engine."
+            "gauge",
+            f"{_PREFIX}requests_waiting",
+            "Requests that wait for a free slot at an engine.",
         )
         self._kv = self._gauge(
             "kv_cache_usage",
-            "Share of the engine's KV cache in use, as it last said; NaN: it does not say.",
+            "Share of the engine's KV cache in use, as it last reported; NaN: not reported.",
         )
         self._pressed = self._gauge("engine_memory_pressure", "1 while the engine lacks memory.")
         self._share = self._gauge(
             "engine_share",
-            "Share that the engine gets of the requests that would come to it: below 1 for a while "
-            "after it has come back.",
+            "Share of its requests that the engine gets: below 1 after it has come back.",
         )
         self._slow = self._gauge(
             "engine_slow",
-            "1 while the engine's first tokens take several times what is usual for it.",
+            "1 while the engine's first tokens take several times longer than usual for it.",
         )
         self._firsts = self._counter("first_tokens", "First tokens of streams.")
         self._first_seconds = self._counter(
@@ -78,15 +79,14 @@ class GatewayMetrics:
         )
         self._hedges = self._counter(
             "hedges",
-            "Second engines that were asked for a late first token: won, lost (the first one was "
-            "sooner), failed.",
+            "Requests sent to a second engine because the first token was late: won, lost, failed.",
             "result",
         )
         self._spend = self.registry.numbers(
             "gauge",
             f"{_PREFIX}spend_today",
-            "What keys have spent today (UTC), in the configuration's currency; key: as the "
-            "configuration names it, empty for all others together.",
+            "Spending of keys today (UTC), in the configuration's currency; key: its name in the "
+            "configuration, empty for all others together.",
             "key",
         )
 

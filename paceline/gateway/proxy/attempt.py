@@ -195,7 +195,7 @@ class Attempt:
             return
         if not 200 <= status <= _LAST_STATUS:
             # such a status cannot be passed on
-            self.give_up(f"status {status}, which is none of HTTP's")
+            self.give_up(f"status {status}, which HTTP does not define")
             return
         if status == 200 and self._left_out:
             self._upstream.leave_out(self.endpoint.model, self._left_out)
@@ -206,7 +206,7 @@ class Attempt:
             other = not self.streams and not kind.startswith(b"application/json")
             if other and self._path in _STREAMED:
                 shown = found[b"content-type"].decode("latin-1")[:100]
-                self.give_up(f"a stream was asked for, and the answer is {shown!r}")
+                self.give_up(f"expected a stream, and the answer is {shown!r}")
                 return
         if self.streams:
             self._translator = self._upstream.dialect.translator(self._path)
@@ -236,7 +236,7 @@ class Attempt:
             for event in self._translator.feed(data):
                 events.append(event)
         except (ValueError, msgspec.MsgspecError) as error:
-            wrong = f"the stream is not of its API: {str(error)[:100]}"
+            wrong = f"the stream does not follow its API: {str(error)[:100]}"
         if self._translator.is_in_long:
             self._has_moved = True
         self._take_events(b"".join(events))
@@ -352,7 +352,7 @@ class Attempt:
         try:
             self.body = self._upstream.dialect.answer(self._path, bytes(self.body))
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-            self.give_up(f"the answer is not of its API: {str(error)[:100]}")
+            self.give_up(f"the answer does not follow its API: {str(error)[:100]}")
         else:
             self._end(Verdict("done"))
 
@@ -402,7 +402,7 @@ class Attempt:
             reader = self._translator or self._owner.relay
             if reader is not None and reader.between_parts:
                 if now - self._sign_at > limit:
-                    return f"neither a part of the answer nor a ping for {limit:g} s"
+                    return f"no part of the answer and no ping for {limit:g} s"
                 # between content blocks the engine may think or run a tool and send only pings:
                 # allow it ``first_byte_timeout``
                 limit = max(config.first_byte_timeout, limit)
@@ -412,7 +412,7 @@ class Attempt:
         """Give a silent engine up, unless it was asked only a moment ago; see ``Running``."""
         waited = self._context.now() - self._sign_at
         config = self._context.config
-        if waited <= config.silence or not (
+        if waited <= config.liveness_timeout or not (
             waited > config.stall_timeout or self._owner.may_leave(self)
         ):
             return False

@@ -211,7 +211,7 @@ class Response(Downstream):
             words = read_words(
                 status, redacted(bytes(attempt.body), attempt.endpoint.upstream.key)
             ).message
-            await self.break_off(f"engine {name} refused it ({status})" + (words and f": {words}"))
+            await self.break_off(f"engine {name} refused ({status})" + (words and f": {words}"))
             return
         self.record_end("refused")
         if meaning_of(status) == "account":
@@ -250,9 +250,9 @@ class Response(Downstream):
         if not event or path in RESUMABLE:
             event = _broken_event(
                 path,
-                f"{why}, and the answer cannot go on elsewhere",
+                f"{why}, and the answer cannot be resumed",
                 relay.num_output_tokens,
-                "no other engine of this model" if resumable else "this engine's kind cannot",
+                "no other engine of this model" if resumable else "this engine cannot resume",
             )
         await self.end(event)
 

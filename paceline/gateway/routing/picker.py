@@ -118,8 +118,7 @@ class Picker:
         if last:
             seconds = min(endpoint.cooldown_left(now) for endpoint in last)
             raise AllCoolingDownError(
-                f"every engine of {route.model} has asked for a cooldown; the first one's is over "
-                f"in {seconds:.1f} s",
+                f"all engines of {route.model} requested a cooldown; one ends in {seconds:.1f} s",
                 seconds,
             )
         raise self._none(route, tiers, demand, now, reasons)
@@ -173,7 +172,7 @@ class Picker:
             why = (
                 "tried"
                 if tried and _was_tried(endpoint, tried)
-                else "cannot go on with it"
+                else "cannot resume the stream"
                 if only is not None and not only(endpoint)
                 else f"has no model {endpoint.model}"
                 if endpoint.lacks_model
@@ -222,12 +221,12 @@ class Picker:
         endpoints = [endpoint for tier in tiers for endpoint in tier]
         too_long = [_too_long(endpoint, demand) for endpoint in endpoints]
         if endpoints and all(too_long):
-            return HttpError(400, f"model {route.model}: {too_long[0]}, at every engine of it")
+            return HttpError(400, f"model {route.model}: {too_long[0]}, at all of its engines")
         told = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:8])
         waits = [endpoint.reopens_in(now, route.path) for endpoint in endpoints] or [1.0]
         return HttpError(
             503,
-            f"no engine can take a request for {route.model} now ({told or 'there is none'})",
+            f"no engine can take a request for {route.model} now ({told or 'it has no engines'})",
             retry_after=max(1.0, min(waits)),
         )
 
@@ -260,10 +259,10 @@ def _too_long(endpoint: Endpoint, demand: Demand) -> str:
     if most is None:
         return ""
     if demand.least_prompt > most:
-        return f"at least {demand.least_prompt:.0f} tokens of prompt, and the context has {most}"
+        return f"at least {demand.least_prompt:.0f} prompt tokens, and the context has {most}"
     # an engine that truncates silently gets no prompt that may be too long
     if endpoint.upstream.facts.truncates and demand.longest_prompt > most:
-        return f"about {demand.longest_prompt:.0f} tokens of prompt, and the context has {most}"
+        return f"about {demand.longest_prompt:.0f} prompt tokens, and the context has {most}"
     return ""
 
 

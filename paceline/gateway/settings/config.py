@@ -179,7 +179,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     poll_timeout: float = 0.5
     # an engine that neither answered a poll nor sent a byte (comments count) for this long is taken
     # for dead
-    silence: float = 1.2
+    liveness_timeout: float = 1.2
     connect_timeout: float = 2.0
     # time to an answer's first byte or a stream's first token, and between two parts of a stream,
     # not counting comments and pings. An engine that answers polls may be slow, but not for ever;
@@ -214,7 +214,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # OTLP/HTTP collector that gets a trace of every request; "": no traces
     otlp_endpoint: str = ""
     drain_timeout: float = 30.0
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_size: int = 32 * 1024 * 1024
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -274,7 +274,7 @@ def check_config(config: GatewayConfig) -> None:
     for name, low in (
         ("poll_interval", 0.01),
         ("poll_timeout", 0.01),
-        ("silence", 0.1),
+        ("liveness_timeout", 0.1),
         ("connect_timeout", 0.01),
         ("first_byte_timeout", 0.1),
         ("stall_timeout", 0.1),
@@ -294,7 +294,7 @@ def check_config(config: GatewayConfig) -> None:
         ("queue_timeout", 0.1),
         ("max_attempts", 1),
         ("max_resumes", 0),
-        ("max_body_bytes", 1024),
+        ("max_body_size", 1024),
     ):
         value = getattr(config, name)
         if not low <= value < float("inf"):
@@ -337,7 +337,7 @@ def prices_of(config: GatewayConfig) -> Prices:
         if endpoint in rows:
             raise ConfigError(f"two prices of engine {row.engine!r} and model {row.model!r}")
         if row.engine and row.engine not in {engine.name for engine in config.engines}:
-            raise ConfigError(f"a price names engine {row.engine!r}, which is not there")
+            raise ConfigError(f"a price names engine {row.engine!r}, which is not configured")
         what = f"the price of engine {row.engine or 'any'}, model {row.model or 'any'}"
         cached = row.input if row.cached_input is None else row.cached_input
         rows[endpoint] = Price.per_million(
@@ -358,7 +358,7 @@ def check_spending(config: GatewayConfig) -> None:
     prices, budgets = prices_of(config), budgets_of(config)
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):
-        raise ConfigError("two [[keys]] have one name")
+        raise ConfigError("two [[keys]] have the same name")
     models = {model.name for model in config.models}
     aliases = Aliases(models)
     for key in config.keys:
@@ -368,7 +368,7 @@ def check_spending(config: GatewayConfig) -> None:
         if unknown:
             raise ConfigError(f"key {key.name}: there is no model {unknown[0]!r}")
         if key.over_budget and not key.budget:
-            raise ConfigError(f"key {key.name} has over_budget, and no budget")
+            raise ConfigError(f"key {key.name} has over_budget but no budget")
     if not budgets:
         return
     targets = [
@@ -377,8 +377,8 @@ def check_spending(config: GatewayConfig) -> None:
     for target in targets:
         if prices.find(target.engine, target.model) is None:
             raise ConfigError(
-                f"there are budgets, and no price of {target.engine}"
-                f"{':' if target.model else ''}{target.model}: say 0 where it costs nothing"
+                "budgets need a price of "
+                f"{target.engine}{':' if target.model else ''}{target.model}: give 0 if it is free"
             )
 
 
@@ -407,24 +407,22 @@ def _check_engine(engine: EngineConfig) -> None:
             "key comes from the environment variable that api_key_env names"
         )
     if parts.hostname.lower() in _METADATA_HOSTS:
-        raise ConfigError(
-            f"engine {engine.name}: {parts.hostname} is where clouds keep credentials, no engine"
-        )
+        raise ConfigError(f"engine {engine.name}: {parts.hostname} hands out credentials in clouds")
     if engine.api_key_env and not os.environ.get(engine.api_key_env):
         raise ConfigError(
             f"engine {engine.name}: the environment variable {engine.api_key_env} is not set"
         )
     if (engine.kind == "azure") != bool(engine.api_version):
         raise ConfigError(
-            f"engine {engine.name}: kind azure needs an api_version such as 2024-10-21, and no "
-            f"other kind has one; got kind {engine.kind} and {engine.api_version[:40]!r}"
+            f"engine {engine.name}: kind azure needs an api_version such as 2024-10-21, other "
+            f"kinds have none; got kind {engine.kind} and {engine.api_version[:40]!r}"
         )
     if not all(engine.models) or len(set(engine.models)) < len(engine.models):
-        raise ConfigError(f"engine {engine.name}: models must have names, each once")
+        raise ConfigError(f"engine {engine.name}: models must be different names")
     if engine.probe == "try" and (engine.cloud or engine.kind in ("azure", "anthropic")):
         raise ConfigError(
-            f'engine {engine.name}: probe = "try" sends requests, which a cloud wants money for; '
-            'say "ask" or "off"'
+            f'engine {engine.name}: probe = "try" sends requests, which a cloud charges for: "ask" '
+            'or "off"'
         )
     if engine.max_concurrent < 0:
         raise ConfigError(
@@ -436,9 +434,9 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
     if not model.name or len(model.name) > 256:
         raise ConfigError(f"a model's name has 1 to 256 characters, got {model.name[:80]!r}")
     if model.name.count("*") > 1 or (is_alias(model.name) and model.length_over):
-        raise ConfigError(f"model {model.name}: one * at most, and then no length_over")
+        raise ConfigError(f"model {model.name}: may contain one *, and then no length_over")
     if not model.tiers or not all(model.tiers):
-        raise ConfigError(f"model {model.name}: tiers must hold engines, each tier at least one")
+        raise ConfigError(f"model {model.name}: each tier must name at least one engine")
     engines = {engine.name: engine for engine in config.engines}
     for tier in model.tiers:
         for text in tier:
@@ -450,13 +448,13 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
                 )
             if target.model.count("*") > is_alias(model.name):
                 raise ConfigError(
-                    f"model {model.name}: {text!r} has a *, which stands for what the name's "
-                    "does: one in each"
+                    f"model {model.name}: {text!r} has a *, which repeats that of the name: one in "
+                    "each"
                 )
     if model.local_only and all(
         engines[Target.parse(text).engine].cloud for tier in model.tiers for text in tier
     ):
-        raise ConfigError(f"model {model.name} is local_only, and all its engines are cloud = true")
+        raise ConfigError(f"model {model.name} is local_only, but all its engines are cloud = true")
     known = {other.name for other in config.models if not is_alias(other.name)}
     for text, longer in model.length_over.items():
         if not text.isdigit() or not int(text):
@@ -465,15 +463,15 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
             )
         if longer not in known or longer == model.name:
             raise ConfigError(
-                f"model {model.name}: length_over names {longer!r}, which is no other model here"
+                f"model {model.name}: length_over names {longer!r}, which is not another model here"
             )
         other = next(other for other in config.models if other.name == longer)
         if model.local_only and all(
             engines[Target.parse(text).engine].cloud for tier in other.tiers for text in tier
         ):
             raise ConfigError(
-                f"model {model.name} is local_only, and all engines of {longer!r}, which its "
-                "length_over names, are cloud = true"
+                f"model {model.name} is local_only, but all engines of {longer!r} in its "
+                "length_over are cloud = true"
             )
         if other.length_over:
             raise ConfigError(

@@ -130,9 +130,7 @@ def read_chunk(name: bytes, payload: bytes) -> Chunk | None:
         if name in PINGS or (name not in _NAMES and not payload.startswith(b"{")):
             # an event of a name that readers of chunks do not know
             return None
-        raise ValueError(
-            f"the stream holds something else than chunks: {str(error)[:100]}"
-        ) from None
+        raise ValueError(f"the stream holds data other than chunks: {str(error)[:100]}") from None
     reported = bytes(chunk.error)
     if reported not in _NULL and says_error(reported):
         raise ReportedError

@@ -2,8 +2,8 @@
 
 One task per engine polls its load several times a second over one connection, and its models now
 and then. Anything that comes from an engine, a poll's answer or a token of a stream, is a sign of
-life; an engine without one for ``silence`` seconds is taken for dead, and its streams are resumed
-elsewhere. Delays of this process do not count as silence.
+life; an engine without one for ``liveness_timeout`` seconds is taken for dead, and its streams are
+resumed elsewhere. Delays of this process do not count as silence.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ class UpstreamRegistry:
             if any(heard):
                 upstream.alive()
             if (
-                upstream.silent > self._config.silence
+                upstream.silent > self._config.liveness_timeout
                 and upstream.running
                 and upstream.polled
                 and upstream.num_polls > 1
@@ -367,7 +367,7 @@ class UpstreamRegistry:
         self._on_tick()
 
     def _gone(self, upstream: Upstream) -> None:
-        why = f"engine {upstream.name} has given no sign for {upstream.silent:.1f} s"
+        why = f"engine {upstream.name} has not answered for {upstream.silent:.1f} s"
         left = [running.engine_gone(why) for running in list(upstream.running)]
         if any(left):
             _log.error(

@@ -55,9 +55,9 @@ class Standing:
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
         if self._cooldown_until > now:
-            return f"asked for a cooldown, {self.cooldown_left(now):.1f} s are left"
+            return f"requested a cooldown, {self.cooldown_left(now):.1f} s left"
         missing = self._missing.get(path)
-        return "" if missing is None or missing.allows(now) else f"has no {path} for it"
+        return "" if missing is None or missing.allows(now) else f"does not serve {path}"
 
     def troubles(self, now: float) -> str:
         """Return the troubles of all its paths, for people."""

@@ -103,7 +103,7 @@ class Upstream:
         # set by an admin
         self.draining = False
         # result of the last poll; "": it answered
-        self.trouble = "not asked yet"
+        self.trouble = "not polled yet"
         # whether it answered the last request for its models, an error included
         self.has_answered = False
         # monotonic time at which a request last failed through the engine's fault

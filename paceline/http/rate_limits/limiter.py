@@ -273,8 +273,7 @@ class RateLimiter(Collector):
             self._refused["concurrent"] += 1
             raise HttpError(
                 429,
-                f"{most} requests of this key are under way already, and no more are allowed at "
-                "once",
+                f"{most} requests of this key are running, and no more are allowed at once",
                 retry_after=_CONCURRENT_WAIT,
             )
         _add(self._running, ticket.who, 1)
@@ -293,7 +292,7 @@ class RateLimiter(Collector):
         if want.least > rate.amount:
             raise InvalidRequestError(
                 f"this request may take {want.least} tokens (prompt and max_tokens of every "
-                f"choice), and its key's limit is {rate.amount} in {rate.seconds} s: lower "
+                f"choice), but its key may take {rate.amount} in {rate.seconds} s: lower "
                 "max_tokens or shorten the prompt",
                 "max_tokens",
             )
@@ -362,6 +361,6 @@ class RateLimiter(Collector):
             )
             yield CounterMetricFamily(
                 "paceline:rate_limit_storage_failures",
-                "Operations that the shared storage did not do.",
+                "Failed operations of the shared storage.",
                 value=self._store.failures,
             )

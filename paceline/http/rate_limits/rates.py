@@ -42,7 +42,7 @@ class Rate:
     def __post_init__(self) -> None:
         if self.amount < 1 or not 1 <= self.seconds <= _MAX_SECONDS:
             raise ConfigError(
-                f"a rate is at least 1 in 1 to {_MAX_SECONDS} seconds, got {self.amount} in "
+                f"a rate is at least 1 per 1 to {_MAX_SECONDS} seconds, got {self.amount} in "
                 f"{self.seconds}"
             )
 

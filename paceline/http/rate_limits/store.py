@@ -256,5 +256,5 @@ def _redis(url: str, timeout: float) -> _Backend:
             "the rate limit storage needs the Redis client: pip install 'paceline[redis]'"
         ) from error
     except ValueError:
-        raise ConfigError("the rate limit storage's URL is not one of a Redis") from None
+        raise ConfigError("the rate limit storage must be the URL of a Redis") from None
     return _backend(storage)

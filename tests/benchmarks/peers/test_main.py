@@ -242,7 +242,7 @@ def test_a_level_binds_all_engines(
     # vLLM is absent here
     assert set(results["flattered"]) == {"openvino-genai"}
     assert "flattered: openvino-genai: has kernels that ask the processor itself" in seen_out
-    # the machine's own level flatters nobody
+    # the machine's own level flatters no peer
     assert command.flattered(LEVELS["avx512bf16"], HERE[:1], ["openvino-genai"]) == {}
     assert command.flattered(None, HERE[:1], ["openvino-genai"]) == {}
 

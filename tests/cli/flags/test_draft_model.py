@@ -33,7 +33,7 @@ def test_heads_are_told_from_models(tmp_path: Path) -> None:
         draft_of({"method": "auto", "model": str(head), "quantization": "q4"}, served)
     with pytest.raises(ConfigError, match=r'EAGLE-3 head, .* give "method": "eagle3"'):
         draft_of({"model": str(head)}, served)
-    with pytest.raises(ConfigError, match=r'no EAGLE-3 head.* with "method": "draft_model"'):
+    with pytest.raises(ConfigError, match=r'not an EAGLE-3 head.* with "method": "draft_model"'):
         draft_of({"method": "eagle3", "model": served}, served)
 
 
@@ -69,9 +69,9 @@ def test_what_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        ({"a": 0, "b": 1, "c": 2}, r"3 tokens and .* 2, of which 1 are not the same, such as 'c'"),
-        ({"a": 1, "b": 0}, r"2 are not the same, such as 'a' \(id 1 and 0\)"),
-        ({"a": 0, "d": 1}, r"2 are not the same, such as 'b' \(id None and 1\)"),
+        ({"a": 0, "b": 1, "c": 2}, r"3 tokens, the served one 2; 1 of them differ, such as 'c'"),
+        ({"a": 1, "b": 0}, r"2 of them differ, such as 'a' \(id 1 and 0\)"),
+        ({"a": 0, "d": 1}, r"2 of them differ, such as 'b' \(id None and 1\)"),
     ],
 )
 def test_another_vocabulary_is_refused_with_the_numbers(

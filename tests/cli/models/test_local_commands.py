@@ -30,7 +30,7 @@ def test_run_asks_one_thing_or_talks(command: Command) -> None:
     told = command("run", *NULL, "--stats", "smollm2-135m", "hello you")
     assert told.stdout == once.stdout and "(5 tokens, " in told.stderr
     failed = command("run", *NULL, "--max-model-len", "40", "smollm2-135m", "x" * 100)
-    assert failed.returncode == 1 and "the context holds 40" in failed.stderr
+    assert failed.returncode == 1 and "the context has room for 40" in failed.stderr
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_list_and_rm(caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # all or none
     assert main(["rm", "org/name", "org/other"]) == 2
     said = capsys.readouterr().err
-    assert "no model 'org/other' was downloaded; there are smollm2-135m, org/name" in said
+    assert "no downloaded model is named 'org/other'; downloaded are smollm2-135m, org/name" in said
     assert main(["rm", "org/name"]) == 0
     assert capsys.readouterr().out == "removed org/name (0 MB)\n"
     assert listed(capsys) == {"smollm2-135m": 98_362_432}
@@ -127,7 +127,7 @@ def test_the_model_may_be_named_by_a_flag(command: str) -> None:
 
     assert parsed() == "smollm2-135m"
     assert parsed("--model", "org/a") == parsed("org/a") == parsed("org/a", "--model", "org/a")
-    with pytest.raises(ConfigError, match="two models are named, 'org/b' and --model 'org/a'"):
+    with pytest.raises(ConfigError, match="two models are given, 'org/b' and --model 'org/a'"):
         parsed("org/b", "--model", "org/a")
 
 
@@ -137,13 +137,13 @@ def test_the_model_may_be_named_by_a_flag(command: str) -> None:
         (["--scheduling-policy", "fifo"], "(did you mean fcfs?)"),
         (["--scheduling-policy", "wfq"], "(did you mean fair?)"),
         (["--dtype", "bf16"], "(did you mean bfloat16?)"),
-        (["--tensor-parallel-size", "2"], "start a server for each one"),
-        (["-tp", "x"], "start a server for each one"),
-        (["--gpu-memory-utilization", "0.9"], "(here that is --kv-cache-memory SIZE)"),
+        (["--tensor-parallel-size", "2"], "start a server for each device"),
+        (["-tp", "x"], "start a server for each device"),
+        (["--gpu-memory-utilization", "0.9"], "(in Paceline: --kv-cache-memory SIZE)"),
         (["--best-effort-delay", "60"], "(--best-effort-delay is now --best-effort-share)"),
         (["--screen-head"], "(--screen-head is gone: the whole output head is read"),
         (["--background-share=0.1"], "(--background-share is now --best-effort-share)"),
-        (["--ctx-size", "4096"], "(here that is --max-model-len)"),
+        (["--ctx-size", "4096"], "(in Paceline: --max-model-len)"),
         (["--scheduling-polcy", "fcfs"], "(did you mean --scheduling-policy?)"),
     ],
 )

@@ -96,12 +96,12 @@ def test_the_oldest_turns_are_forgotten(capsys: pytest.CaptureFixture[str]) -> N
 
     turns = talk(body, max_model_len=80)
     assert turns[0] == {"role": "user", "content": "second"}
-    assert "forgot the 1 oldest" in capsys.readouterr().err
+    assert "dropped the 1 oldest" in capsys.readouterr().err
 
 
 def test_a_message_that_never_fits_is_refused_and_not_kept() -> None:
     async def body(conversation: Conversation) -> list[dict[str, str]]:
-        with pytest.raises(NeverFitsError, match=r"takes \d+ tokens and the context holds 64"):
+        with pytest.raises(NeverFitsError, match=r"has \d+ tokens and the context has room for 64"):
             await say(conversation, "x" * 100)
         return list(conversation.turns)
 
@@ -157,12 +157,12 @@ def test_commands_do_what_they_say_and_others_are_told() -> None:
     for line, shown in (
         (b"/help", b"/retry              answer the last message once more"),
         (b"/nonsense", b"(there is no command /nonsense; /help lists them"),
-        (b"/retry", b"(nothing was said yet)"),
+        (b"/retry", b"(there is no message to repeat yet)"),
         (b"/temperature 0.5", b"(temperature 0.5)"),
         (b"/temperature hot", b"(/temperature: "),
         (b"/temperature 0", b"(temperature 0)"),
-        (b"/system Be short.", b"(the model is told that first)"),
-        (b"/system", b"(the model is told nothing first)"),
+        (b"/system Be short.", b"(system prompt set)"),
+        (b"/system", b"(no system prompt)"),
         (b"hello", b"(5 tokens, "),
         (b"/reset", b"(forgotten)"),
     ):
@@ -217,7 +217,7 @@ def test_a_refused_turn_in_a_pipe_is_one_line_and_an_exit_code() -> None:
         encoding="utf-8",
     )
     assert done.returncode == 1
-    assert done.stderr.count("\n") == 1 and "the context holds 100" in done.stderr
+    assert done.stderr.count("\n") == 1 and "the context has room for 100" in done.stderr
     assert done.stdout
 
 

@@ -111,12 +111,12 @@ def test_a_second_run_does_only_what_is_missing(tmp_path: Path, generate: Comman
     output.write_bytes(before[:-10])
 
     done = generate(write(tmp_path / "in.jsonl", *lines), "-o", output)
-    assert "3 answered, 3 had an answer already" in done.stderr
+    assert "3 answered, 3 were answered before" in done.stderr
     assert sorted(records(output)) == list(range(6))
     assert output.read_bytes().startswith(before[: before[:-10].rindex(b"\n") + 1])
 
     done = generate(tmp_path / "in.jsonl", "-o", output)
-    assert "0 answered, 6 had an answer already" in done.stderr
+    assert "0 answered, 6 were answered before" in done.stderr
 
     generate(tmp_path / "in.jsonl", "-o", output, "--overwrite")
     assert sorted(records(output)) == list(range(6))
@@ -134,14 +134,14 @@ def test_failures_stay_failures_until_they_are_retried(tmp_path: Path, generate:
     output.chmod(0o640)
     before = output.read_bytes()
     done = generate(source, *small, check=1)
-    said = "0 answered, 2 failed before (--retry-failed asks again), 1 had an answer already"
+    said = "0 answered, 2 failed before (--retry-failed runs them again), 1 were answered before"
     assert said in done.stderr and output.read_bytes() == before
     # still too long: they fail once more, and there is one answer a line
     done = generate(source, *small, "--retry-failed", check=1)
-    assert "0 answered, 2 failed (see their 'error'), 1 had an answer already" in done.stderr
+    assert "0 answered, 2 failed (see their 'error'), 1 were answered before" in done.stderr
     assert sorted(records(output)) == [0, 1, 2] and len(output.read_bytes().splitlines()) == 3
     done = generate(source, "-o", output, "--max-model-len", "8192", "--retry-failed")
-    assert "2 answered, 1 had an answer already" in done.stderr
+    assert "2 answered, 1 were answered before" in done.stderr
     assert all(record["error"] is None for record in records(output).values())
     assert len(output.read_bytes().splitlines()) == 3 and output.stat().st_mode & 0o777 == 0o640
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -176,7 +176,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, generate: Command) -> Non
     assert 3 <= done_before < 60
 
     done = generate(source, "-o", output)
-    assert f"{60 - done_before} answered, {done_before} had an answer already" in done.stderr
+    assert f"{60 - done_before} answered, {done_before} were answered before" in done.stderr
     found = records(output)
     assert sorted(found) == list(range(60))
     for i, record in found.items():

@@ -118,9 +118,9 @@ def test_the_address_is_one_to_try(host: str, address: str) -> None:
 
 def test_the_ready_line_counts_window_blocks() -> None:
     info = msgspec.structs.replace(INFO, num_window_blocks=5, window_bytes=3 << 20)
-    assert "8 KV blocks of 16 in int64, which is 1 MiB when full" in ready_line(INFO, "m", "h", 80)
+    assert "8 KV blocks of 16 tokens in int64, 1 MiB when full" in ready_line(INFO, "m", "h", 80)
     line = ready_line(info, "m", "h", 80)
-    assert "8 KV blocks of 16 and 5 for layers with a window in int64, which is 4 MiB when" in line
+    assert "8 KV blocks of 16 tokens and 5 for sliding-window layers in int64, 4 MiB when" in line
 
 
 def test_the_log_says_where_the_time_of_the_start_went() -> None:
@@ -145,7 +145,7 @@ def test_the_log_says_where_the_time_of_the_start_went() -> None:
 def test_what_was_chosen_is_said_and_why() -> None:
     chosen = msgspec.structs.replace(INFO, dtype="int8", kv_dtype="bfloat16", choice="fast")
     line = ready_line(chosen, "m", "127.0.0.1", 80)
-    assert "(m, int8 on cpu, 8 KV blocks of 16 in bfloat16, which is 1 MiB when full, " in line
+    assert "(m, int8 on cpu, 8 KV blocks of 16 tokens in bfloat16, 1 MiB when full, " in line
     assert "; auto: fast) - try:" in line
     assert ";" not in ready_line(INFO, "m", "127.0.0.1", 80).partition(" - try:")[0]
 

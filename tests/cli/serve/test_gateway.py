@@ -26,13 +26,13 @@ def test_a_file_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["gateway", str(path), "--check"]) == 2
     assert str(path) in capsys.readouterr().err
     assert main(["gateway", "--check"]) == 2
-    assert "give a file or --engine URL" in capsys.readouterr().err
+    assert "give either a file or --engine URL" in capsys.readouterr().err
     assert main(["gateway", str(tmp_path / "none.toml")]) == 2
     path.write_text(ENGINE.format(url="http://127.0.0.1:1"))
     keys = tmp_path / "keys"
     path.write_text(f'api_key_file = "{keys}"\n' + path.read_text())
     assert main(["gateway", str(path), "--check"]) == 2
-    keys.write_text("# nobody\n")
+    keys.write_text("# no keys\n")
     assert main(["gateway", str(path), "--check"]) == 2
     assert "holds no key" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ def test_limits_hold_without_their_redis_and_an_open_address_is_told() -> None:
     flags = (
         *("--host", "0.0.0.0"),
         *("--rate-limit-requests", "2/day", "--rate-limit-tokens", "1000/day"),
-        # nobody listens there
+        # no server listens there
         *("--rate-limit-storage", "redis://:hunter2@127.0.0.1:1/0"),
         *("--cors-origin", "https://a.example"),
     )

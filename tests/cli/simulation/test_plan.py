@@ -139,7 +139,7 @@ def test_split_flags_change_the_balance(
 def test_split_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SPLIT]) == 0
     assert "prefill : decode" in capsys.readouterr().out
-    assert "do not hold one request" in refused(capsys, *SPLIT, "--prompt", "9000000")
+    assert "are too few for a request" in refused(capsys, *SPLIT, "--prompt", "9000000")
     assert "no card for hardware 'abacus'" in refused(capsys, *SPLIT, "--hardware", "abacus")
 
 
@@ -187,8 +187,8 @@ def test_fleet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *FLEET, *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| 1 x H100-SXM |")
-    assert "none will do" in lines[3]
-    assert lines[4].startswith("1 x L4: none will do: alone on a replica, 0.0% of requests")
+    assert "no fleet suffices" in lines[3]
+    assert lines[4].startswith("1 x L4: no fleet suffices: alone on a replica, 0.0% of requests")
     said = refused(capsys, *FLEET, "--price-per-hour", "1,2")
     assert "2 prices for 1 kinds of hardware" in said
     assert "must be at least 1, got 0" in refused(capsys, *FLEET, "--gpus", "0")
@@ -244,7 +244,7 @@ def test_a_fleet_is_of_one_thing_or_the_other(capsys: pytest.CaptureFixture[str]
     assert "needs either --step-times, or --model and --hardware" in said
     alone = ("fleet", "--workload", LOAD, "--ttft", "1", "--step-times", "fixed:0.01")
     assert "says nothing about memory" in refused(capsys, *alone)
-    assert "--gpus: the step times" in refused(capsys, *alone, "--gpus", "2")
+    assert "--gpus: --step-times" in refused(capsys, *alone, "--gpus", "2")
 
 
 def test_none_will_do_says_why_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,11 +313,11 @@ def test_a_checkpoint_takes_here_what_serve_takes_for_it(
     assert plan(capsys, *flags, "--reserve", "0.5GB")["reserve_bytes"] == 0.5e9
     assert main(["plan", *flags]) == 0
     said = capsys.readouterr().out
-    assert f" GB in {served.dtype}, as serve takes it here" in said
+    assert f" GB in {served.dtype}, as serve chooses here" in said
     assert f"{served.process_bytes / 1e9:.2f} GB for the rest of the processes" in said
-    assert f" KiB in {served.kv_dtype}, as serve takes it here" in said
+    assert f" KiB in {served.kv_dtype}, as serve chooses here" in said
     assert main(["plan", *flags, "--weights", "1MB", "--kv-per-token", "1KB"]) == 0
-    assert "as serve takes it" not in capsys.readouterr().out
+    assert "as serve chooses" not in capsys.readouterr().out
     # flags name formats of any machine, by the shape alone; the one that serve takes here, too
     shape = find_model(str(path))
     by_shape = {
@@ -344,7 +344,7 @@ def test_a_checkpoint_is_planned_for_another_device(
     assert found["kv_bytes_per_token"] == there.kv_bytes_per_token
     assert found["reserve_bytes"] == 0
     assert main(["plan", *flags]) == 0
-    assert " GB in bfloat16, as serve takes it on cuda" in capsys.readouterr().out
+    assert " GB in bfloat16, as serve chooses on cuda" in capsys.readouterr().out
     assert "needs --model FILE" in refused(capsys, *MEMORY, "--device", "cuda")
     assert "neither --hardware" in refused(capsys, *flags, "--hardware", "h100-sxm")
     assert "device 'tpu'" in refused(capsys, *flags[:-1], "tpu")
@@ -374,7 +374,7 @@ def test_windows_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     )
     assert (few["paged"], found["paged"]) == (16, 256)
     assert main(["plan", *flags]) == 0
-    assert "GB for layers with a window" in capsys.readouterr().out
+    assert "GB for sliding-window layers" in capsys.readouterr().out
     # it is not known which part of other bytes is theirs
     for change in (("--kv-per-token", "1KB"), ("--kv-dtype", "float32")):
         assert plan(capsys, *flags, *change)["num_window_blocks"] == 0
@@ -398,7 +398,7 @@ def test_a_draft_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: 
     # without a draft model nothing is added
     assert plan(capsys, *flags, "--speculative-config", '{"method": "auto"}') == alone
     said = refused(capsys, *MEMORY, "--speculative-config", config)
-    assert "is counted beside a checkpoint, and --model llama-3.1-8b is none" in said
+    assert "is counted with a checkpoint only, and --model llama-3.1-8b is not one" in said
     # it is computed where the served model is
     self_there = ("--device", "cuda", "--speculative-config", '{"method": "self"}')
     assert "q4 needs --compute native" in refused(capsys, *flags, *self_there)
@@ -407,7 +407,7 @@ def test_a_draft_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: 
     said = refused(capsys, *flags, "--speculative-config", head)
     assert "is not counted here: add its bytes to --weights" in said
     said = refused(capsys, *flags, "--speculative-config", '{"method": "mtp"}')
-    assert "that guess are not counted here: add their bytes to --weights" in said
+    assert "are not counted here: add their bytes to --weights" in said
 
 
 def test_a_model_of_a_file_is_planned_for(

@@ -94,9 +94,9 @@ MIXED = (
     "synthetic:rate=30,prompt=lognormal(200,1),output=lognormal(60,1),n=80,"
     "classes=chat(1,priority=1)+night(1)+batch(2)"
 )
-# guesses are made where nobody waits
+# drafts are made while no request waits
 SPARSE = "synthetic:rate=0.5,prompt=lognormal(200,1),output=lognormal(60,1),n=30"
-# ten tokens a step, and nobody with 30 ms a token has time for one more
+# ten tokens a step, and no request with 30 ms a token has time for one more
 STEEP = ("--step-times", "fixed:0.02,0.001")
 SWAPS = ("--step-times", "roofline:L4,Qwen3-0.6B", "--num-blocks", "160", "--swap-space", "1GiB")
 
@@ -314,7 +314,7 @@ def test_a_trace_without_requests_is_refused(
     trace.write_text(f"arrived_at_s,prompt_tokens,output_tokens\n{rows}")
     assert main(["simulate", "--workload", str(trace), "--step-times", "fixed:0.01"]) == 2
     captured = capsys.readouterr()
-    assert f"--workload {trace}: it has no requests" in captured.err and not captured.out
+    assert f"--workload {trace}: no request has prompt" in captured.err and not captured.out
 
 
 def test_loads_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +353,7 @@ def test_plots_and_timelines(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert main([*FIXED, "--replicas", "2", "--timeline", str(tmp_path / "two.json.gz")]) == 2
     assert "leave .gz out" in capsys.readouterr().err
     assert main([*FIXED, "--policy", "fcfs,sjf", "--timeline", str(path)]) == 2
-    assert "--timeline shows one simulation, but 2 are asked for" in capsys.readouterr().err
+    assert "--timeline shows one simulation, but there are 2" in capsys.readouterr().err
 
 
 def test_a_model_of_a_file_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The process that simulates for the page: it ends with whoever started it, and a real server has
+"""The process that simulates for the page: it ends with its parent, and a real server has
 one."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def asked_of(tmp_path: Path) -> dict[str, Any]:
     return {"path": trace, "root": str(tmp_path), "memory": 2**30, "seconds": 20}
 
 
-def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     with start(job(tmp_path)) as child:
         assert child.stdin is not None and child.stdout is not None
         told = [json.loads(child.stdout.readline()) for _ in range(4)]
@@ -73,12 +73,12 @@ def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
         child.stdin.close()
         assert child.wait(20) == 1
         assert not any(b"result" in line for line in child.stdout)
-    # nobody else is left to do that
+    # no other process is left to do that
     assert not tmp_path.exists()
 
 
 @pytest.mark.thorough
-def test_it_cleans_up_though_nobody_listens(tmp_path: Path) -> None:
+def test_it_cleans_up_without_a_listener(tmp_path: Path) -> None:
     """Both pipes end with a server that is killed, and the folder takes its time."""
     root = tmp_path / "root"
     for folder in range(20):
@@ -95,8 +95,8 @@ def test_it_cleans_up_though_nobody_listens(tmp_path: Path) -> None:
     assert not root.exists()
 
 
-def test_a_check_ends_with_whoever_started_it(tmp_path: Path) -> None:
-    # whoever opens it waits for ever
+def test_a_check_ends_with_its_parent(tmp_path: Path) -> None:
+    # a reader that opens it waits for ever
     os.mkfifo(tmp_path / "trace")
     with start(asked_of(tmp_path), TRACE_PROCESS) as child:
         try:
@@ -214,7 +214,7 @@ def test_it_is_gone_with_the_server(number: signal.Signals, tmp_path: Path) -> N
 
 @pytest.mark.thorough
 def test_what_a_killed_server_leaves_the_next_one_takes_away(tmp_path: Path) -> None:
-    """A trace, and nobody who simulates it and could take it away."""
+    """A trace that no simulation could delete."""
     env = {"TMPDIR": str(tmp_path)}
 
     def left() -> list[Path]:
@@ -237,7 +237,7 @@ def test_what_a_killed_server_leaves_the_next_one_takes_away(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("9,20000000,1", "request 2 of the trace, at 9 s, has 20000000 tokens; at most 10000000"),
+        ("9,20000000,1", "request 2 of the trace, at 9 s, has 20000000 tokens; prompts and"),
         ("9,1,1e300", "at most 10000000"),
         ("9,-1,1", "the trace:3: prompt_tokens is '-1'"),
         ("9,1", "has 2 columns"),
@@ -260,7 +260,7 @@ def test_a_trace_is_read_through(tmp_path: Path, row: str, said: str) -> None:
     assert check() == {"error": "the trace has no request with tokens"}
 
 
-def test_nobody_waits_for_it_at_start() -> None:
+def test_start_does_not_wait_for_it() -> None:
     """What simulates and what counts promises is loaded when somebody looks."""
     code = (
         "import sys; from paceline.server import create_app, ServerConfig\n"

@@ -79,7 +79,7 @@ def test_a_closed_loop_on_completions(server: ServerProcess, command: Command) -
     assert found["ok"] == 12
     assert found["peak_concurrency"] == 3
     assert found["offered_rate"] is None
-    # nobody else shares these prompts, the warm-up included
+    # no other request shares these prompts, the warm-up included
     assert found["summary"]["cached_tokens"] == 0
 
 
@@ -112,7 +112,7 @@ def test_another_dialect(command: Command) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"\| output tokens \(by chunks\) \| +60 \|", done.stdout)
     assert "counted by chunks" in done.stdout
-    # a token a word where nobody says otherwise
+    # a token a word by default
     assert len(fake.bodies[-1]["messages"][0]["content"].split()) == 30
     assert fake.bodies[-1]["max_tokens"] == 128
 
@@ -199,10 +199,10 @@ def test_an_interrupted_run_is_reported() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), "say when to send"),
+        ((), "give --rate, --concurrency or --trace"),
         (("--rate", 1, "--concurrency", 1), "choose"),
-        (("--concurrency", 1, "--arrivals", "bursty"), "of an open loop"),
-        (("--rate", 1, "--arrivals", "constant", "--cv", 2), "of bursty arrivals"),
+        (("--concurrency", 1, "--arrivals", "bursty"), "need an open loop"),
+        (("--rate", 1, "--arrivals", "constant", "--cv", 2), "for --arrivals bursty"),
         (("--rate", 1, "--trace", "x", "--input-len", 3), "leave out"),
         (("--rate", 1, "--extra-body", "[]"), "expected an object"),
         (("--rate", 1, "--url", "ftp://x"), "is not an address"),

@@ -103,7 +103,7 @@ def test_guesses_by_who_made_them() -> None:
     assert frame.drafts_accepted == {"ngram": 0.75}
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(render(frame, "http://x"))
-    assert "ngram 20/s, right 75%" in console.export_text()
+    assert "ngram 20/s, accepted 75%" in console.export_text()
 
 
 def test_a_restarted_server_counts_from_zero() -> None:
@@ -291,7 +291,7 @@ def test_bad_addresses_are_named(address: str) -> None:
 def test_other_peoples_metrics_are_refused() -> None:
     with pytest.raises(ConfigError, match="not those of a Paceline server"):
         parse_metrics("up 1\n", 0.0)
-    with pytest.raises(ConfigError, match="not Prometheus' text format"):
+    with pytest.raises(ConfigError, match="not in Prometheus' text format"):
         parse_metrics("<html>\n", 0.0)
 
 
@@ -319,7 +319,7 @@ def busy(server: ServerProcess) -> Iterator[ServerProcess]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     yield server
-    # whoever hangs up is aborted
+    # a request whose client hangs up is aborted
     for caller in callers:
         caller.close()
 
@@ -340,7 +340,7 @@ def test_a_busy_server(
     assert frame["cost_per_million_tokens"] > 0
     monkeypatch.setenv("COLUMNS", "140")
     shown = command("top", busy.address, "--once", "--interval", "0.2")
-    assert "blocked by slots (all slots taken" in shown.stdout
+    assert "blocked by slots (all slots are taken" in shown.stdout
     assert "\x1b" not in shown.stdout
 
 
@@ -372,7 +372,7 @@ def test_it_goes_on_until_it_is_interrupted(server: ServerProcess) -> None:
     assert b"\x1b[?1049l" in shown
 
 
-def test_nobody_there(command: Command) -> None:
+def test_no_server_there(command: Command) -> None:
     done = command("top", "127.0.0.1:1", "--once")
     assert done.returncode == 2
     assert "is a server running there?" in done.stderr

@@ -110,10 +110,10 @@ def test_what_people_see() -> None:
     text = shown(render_gateway(FRAME, "http://g/metrics"))
     for words in (
         "ready  1 of 2 engines", "at engines 4   waiting 1   ended/s 10.0   retries left 12",
-        "ok 30   broken 10", "streams that went on elsewhere 10",
+        "ok 30   broken 10", "streams resumed 10",
         "ready          3    7    2  50%    7.5 ████▌   75% 100 ms 400 ms",
         "failing        3    -    -    -    2.5 █▌      25%      -      -",
-        "b  failing (open)   lost 10", "a  took over 10",
+        "b  failing (open)   lost 10", "a  resumed 10",
         "1.25 EUR  5.00/day  █████                 25%   225.00",
     ):  # fmt: skip
         assert words in text, text
@@ -164,8 +164,8 @@ def test_eighty_columns_are_enough() -> None:
         replace(a, name=s, state=s, trouble=f"because of {s}", share=0.4) for s in states
     )
     text = shown(render_gateway(replace(FRAME, engines=all_states), "u"))
-    assert "starting  came back, gets 40% of its share" in text
-    assert "it gets a trickle" in text and "because of cooling_down" in text
+    assert "starting  back again, gets 40% of its share" in text
+    assert "it gets few requests" in text and "because of cooling_down" in text
     assert "because of at_capacity" not in text and "because of slow" not in text
 
 
@@ -276,5 +276,5 @@ def test_several_at_once(
     assert told[addresses[0].removeprefix("http://")]["frame"]["ready"] is True
     shown_text = command("top", *addresses, "--once", "--interval", 0.1).stdout
     assert "servers" in shown_text and shown_text.count("null") == 2
-    nobody = command("top", "127.0.0.1:1", "127.0.0.1:2", "--once")
-    assert nobody.returncode == 2 and "127.0.0.1:2/metrics does not answer" in nobody.stderr
+    absent = command("top", "127.0.0.1:1", "127.0.0.1:2", "--once")
+    assert absent.returncode == 2 and "127.0.0.1:2/metrics does not answer" in absent.stderr

@@ -56,7 +56,7 @@ def test_a_trace_has_the_steps_and_who_was_in_them(
     path = tmp_path / "t.json.gz"
     assert main(["trace", server.url, "--seconds", "60", "-o", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "4 requests that ended, 0 that go on" in said
+    assert "4 requests ended, 0 still running" in said
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     trace = json.loads(gzip.decompress(path.read_bytes()))
     events = trace["traceEvents"]
@@ -91,7 +91,7 @@ def test_how_far_back_is_a_flag_with_effect(
     assert sizes[0] <= sizes[1]
 
 
-def test_who_may_not_and_what_is_none(
+def test_refusals_and_answers_that_are_no_timeline(
     server: LiveServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

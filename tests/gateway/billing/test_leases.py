@@ -119,7 +119,7 @@ async def test_without_redis_each_gateway_counts_from_what_it_saw() -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         found = [(await store.take("ann", "", 200, 1000))[0] for _ in range(6)]
-        # neither an outage nor an open door, and nobody waits twice
+        # neither an outage nor an open door, and no request waits twice
         assert found.count(True) in (2, 3) and loop.time() - began < 0.8
         redis.down = False
         store._away_until = 0.0
@@ -182,6 +182,6 @@ async def test_over_a_real_redis(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_url_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="not the URL of a Redis"):
+def test_a_malformed_url() -> None:
+    with pytest.raises(ConfigError, match="must be the URL of a Redis"):
         LeaseStore("ftp://x")

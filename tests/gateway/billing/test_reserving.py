@@ -69,7 +69,7 @@ async def limited(
     fields = {
         "prices": (PRICE,), "spend_storage": "", "rate_limit_storage": storage,
         "rate_limit_tokens": f"{LIMIT}/300day", "keys": (KeyConfig(name="*", budget=BUDGET),),
-        "retries_per_second": 1000.0, "silence": 30.0, "sse_keep_alive": 0.0, **fields,
+        "retries_per_second": 1000.0, "liveness_timeout": 30.0, "sse_keep_alive": 0.0, **fields,
     }  # fmt: skip
     sent: Counter[str] = Counter()
     async with counting(sent, context) as one, counting(sent, context) as two:
@@ -209,7 +209,7 @@ def left(answer: httpx.Response) -> int:
 
 
 async def test_an_engine_that_heeds_no_limit_takes_no_key_beyond_its_own() -> None:
-    """Of answers that nobody said a length of."""
+    """Answers without a stated length."""
     long = whole(5, 5000)
     async with (
         scripted(long) as engine,

@@ -132,7 +132,7 @@ async def test_a_budget_is_reserved_settled_and_begins_anew() -> None:
     # once the other request has ended, it may fit
     assert caught.value.status == 429 and caught.value.retry_after == 1.0
     found.settle(first, [Cost("e", "m", Used(1, 0, 1), 2 * ONE)])
-    with pytest.raises(HttpError, match=r"2.00 are .* begins anew in 1h0m0s") as caught:
+    with pytest.raises(HttpError, match=r"2.00 are .* resets in 1h0m0s") as caught:
         await found.reserve("ann", Want.exactly(9 * ONE))
     assert caught.value.status == 429 and caught.value.retry_after == 3600.0
     second = await found.reserve("ann", Want.exactly(8 * ONE))
@@ -435,11 +435,11 @@ ROW = "[[prices]]\ninput = 1\noutput = 2\n"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[[keys]]\nname = "x"\nbudget = "1/day"\n', "no price of a: say 0"),
+        ('[[keys]]\nname = "x"\nbudget = "1/day"\n', "need a price of a: give 0"),
         (ROW + ROW, "two prices of engine '' and model ''"),
         (ROW.replace("1", '"x"'), "must be an amount"),
-        (ROW + 'engine = "z"\n', "engine 'z', which is not there"),
-        ('[[keys]]\nname = "x"\n[[keys]]\nname = "x"\n', "one name"),
+        (ROW + 'engine = "z"\n', "engine 'z', which is not configured"),
+        ('[[keys]]\nname = "x"\n[[keys]]\nname = "x"\n', "the same name"),
         (ROW + '[[keys]]\nname = "x"\nbudget = "1/hour"\n', "AMOUNT/day"),
         ('[[keys]]\nname = "x"\nover_budget = "y"\n', "no budget"),
         (

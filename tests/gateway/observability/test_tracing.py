@@ -147,7 +147,7 @@ async def test_who_is_not_to_be_sampled_is_not_and_words_stay_here() -> None:
             await client.post(CHAT, json=body, headers=headers)
             await client.post(CHAT, json=body, headers={"traceparent": "00-zz"})
     assert len(receiver.spans) == 2
-    # the engine hears that nobody wants its spans either
+    # the engine is told not to sample its spans either
     assert one.headers[0]["traceparent"].startswith(f"00-{TRACE_ID}-")
     assert one.headers[0]["traceparent"].endswith("-00")
     assert int(one.headers[1]["traceparent"][-2:], 16) & 1
@@ -242,7 +242,7 @@ class _Stuck(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def test_a_collector_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_hangs_holds_up_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """More spans than are kept: making them waits for nothing, and the rest is dropped."""
     monkeypatch.setattr("paceline.http.otlp._CLOSE_TIMEOUT", 0.2)
     stuck = _Stuck()

@@ -51,7 +51,7 @@ class Owner:
     def __init__(self, path: str = CHAT, kind: EngineKind = "auto") -> None:
         engine = EngineConfig(name="e1", url="http://127.0.0.1:1", kind=kind)
         self.config = GatewayConfig(
-            engines=(engine,), stall_timeout=1.0, first_byte_timeout=5.0, silence=2.0
+            engines=(engine,), stall_timeout=1.0, first_byte_timeout=5.0, liveness_timeout=2.0
         )
         self.clock = T
         self.demand = Demand(prompt_tokens=3.0, max_tokens=9, output_tokens=9.0, prefix=())
@@ -264,7 +264,7 @@ def test_who_gives_no_sign_between_two_parts_has_stalled(between: Between) -> No
         attempt.tick(T + 0.1 * step)
         assert attempt.verdict is None, step
     attempt.tick(T + 3.1)
-    why = "neither a part of the answer nor a ping for 1 s"
+    why = "no part of the answer and no ping for 1 s"
     assert attempt.verdict is not None and attempt.verdict.why == why
 
 
@@ -418,7 +418,7 @@ def test_a_stream_that_fails_has_no_last_write() -> None:
     assert attempt.verdict is not None and attempt.verdict.kind == "lost" and not owner.lasts
 
 
-def test_what_comes_after_the_end_is_nobodys() -> None:
+def test_bytes_after_the_end_are_dropped() -> None:
     owner, attempt, _ = started()
     attempt.abandon()
     told = list(owner.told)

@@ -1,4 +1,4 @@
-"""What goes to a caller goes in order, whoever reads slowly."""
+"""Answers reach a caller in order, even if it reads slowly."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_the_last_part_and_the_end_are_one_write() -> None:
     assert not out.ended
     out.write_last(b"two")
     assert out.ended and told == [b"one", b"two (the end)"]
-    # there is nothing left to say: nobody reads, and it returns
+    # there is nothing left to send and no reader, so it returns
     await out.end()
     assert told == [b"one", b"two (the end)"]
 
@@ -131,7 +131,7 @@ async def test_what_comes_while_an_earlier_part_waits_stays_behind_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
-def test_a_limit_below_zero_is_none(name: str) -> None:
+def test_a_limit_below_zero_does_not_count(name: str) -> None:
     usual = read_body(b'{"model": "m"}').max_tokens
     asked = read_body(b'{"model": "m", "%b": -100000}' % name.encode())
     assert asked.max_tokens == usual > 0

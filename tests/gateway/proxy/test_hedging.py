@@ -32,7 +32,8 @@ pytestmark = pytest.mark.anyio
 LATE = replace(GOOD, delay=5.0)
 # its role comes at once, and its first word does not
 ROLE_ONLY = Step(parts=chat_chunks(WORDS)[:1], then="stall")
-HEDGED: dict[str, Any] = {"hedge_share": 0.5, "hedge_after": 0.1, "silence": 30.0}
+HEDGED: dict[str, Any] = {"hedge_share": 0.5, "hedge_after": 0.1, "liveness_timeout": 30.0}
+QUIET: dict[str, Any] = {"poll_interval": 30.0, "liveness_timeout": 30.0}
 OTHER = Step(parts=chat_chunks(WORDS, created=2))
 
 
@@ -61,7 +62,7 @@ async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None
         told = streamed(answer)
         assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
         assert 0.1 <= time.monotonic() - began < 3.0
-        # one head, one role, whoever sent them, and a word about it
+        # one head, one role, from either engine, and a header about it
         assert len({chunk["id"] for chunk in told[:-1]}) == 1
         assert answer.text.count('"role"') == 1
         (note,) = [chunk["paceline"] for chunk in told[:-1] if "paceline" in chunk]
@@ -192,7 +193,7 @@ async def test_a_connection_that_is_late_is_a_late_first_token() -> None:
 async def test_who_hangs_up_while_a_connection_is_made_is_seen() -> None:
     async with (
         scripted(GOOD, metrics=PACELINE_METRICS) as one,
-        gateway_over(configured(one, poll_interval=30.0, silence=30.0)) as (gateway, client),
+        gateway_over(configured(one, **QUIET)) as (gateway, client),
     ):
         state: Any = gateway.upstreams.by_name["e1"]
         state.pool = _NoConnection(state.pool)

@@ -210,7 +210,7 @@ async def test_a_whole_answer_to_a_request_for_a_stream_is_charged(tmp_path: Pat
     assert (requests, prompt, output) == (1, 40, 0)
 
 
-async def test_nobody_answered_after_a_role_and_it_costs_nothing(tmp_path: Path) -> None:
+async def test_a_role_without_an_answer_costs_nothing(tmp_path: Path) -> None:
     begun = chat_chunks(WORDS, ids=True)[:1]
     dies = Step(parts=begun, stream=True, then="cut")
     async with (

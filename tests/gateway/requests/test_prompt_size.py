@@ -142,7 +142,7 @@ async def test_what_is_only_estimated_is_no_refusal(text: str, tokens: int) -> N
         {"prompt": [100_000] * 5000},
     ],
 )
-async def test_what_is_certainly_too_long_is_asked_of_nobody(body: dict[str, Any]) -> None:
+async def test_a_prompt_that_is_certainly_too_long_is_not_sent(body: dict[str, Any]) -> None:
     path = "/v1/completions" if "prompt" in body else CHAT
     async with (
         scripted(ANY, max_model_len=4096) as one,

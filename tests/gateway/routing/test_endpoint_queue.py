@@ -93,7 +93,7 @@ def by_simulator(policy: str, seed: int) -> list[str]:
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"phase-aligned"}))
 @pytest.mark.parametrize("seed", range(3))
 def test_decisions_are_the_simulators(policy: str, seed: int) -> None:
-    """phase-aligned waits by the clock, which nobody winds here."""
+    """phase-aligned waits by the clock, which stands still here."""
     simulated = by_simulator(policy, seed)
     assert len(simulated) == 200
     assert by_gateway(policy, seed, at_once=False) == simulated

@@ -109,14 +109,14 @@ ENGINE = '[[engines]]\nname = "a"\nurl = "http://127.0.0.1:8001"\n[[models]]\n'
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('name = "a*b*"\ntiers = [["a"]]', "one [*] at most"),
+        ('name = "a*b*"\ntiers = [["a"]]', "may contain one [*]"),
         ('name = "a*"\ntiers = [["a"]]\nlength_over = {"9" = "b"}', "no length_over"),
-        ('name = "b"\ntiers = [["a:x-*"]]', "stands for what the name's does"),
+        ('name = "b"\ntiers = [["a:x-*"]]', "which repeats that of the name"),
         ('name = "b*"\ntiers = [["a:*-*"]]', "one in each"),
         (
             'name = "b*"\ntiers = [["a"]]\n'
             '[[models]]\nname = "c"\ntiers = [["a"]]\nlength_over = {"9" = "b*"}',
-            "which is no other model here",
+            "which is not another model here",
         ),
         (
             'name = "b*"\ntiers = [["a"]]\n[[keys]]\nname = "ann"\nmodels = ["c"]',
@@ -137,6 +137,6 @@ def test_what_cannot_be(text: str, words: str) -> None:
 def test_a_budget_wants_a_price_of_whatever_it_stands_for() -> None:
     text = ENGINE + 'name = "b*"\ntiers = [["a:x-*"]]\n[[keys]]\nname = "ann"\nbudget = "1/day"\n'
     one = '[[prices]]\nmodel = "x-1"\ninput = 1\noutput = 1\n'
-    with pytest.raises(ConfigError, match="no price of a:x-"):
+    with pytest.raises(ConfigError, match="need a price of a:x-"):
         parse_config((text + one).encode())
     check_config(parse_config((text + one.replace('model = "x-1"\n', "")).encode()))

@@ -29,7 +29,7 @@ def test_a_good_one() -> None:
         (ENGINE + "colour = 1", "unknown field `colour`"),
         (ENGINE + ENGINE, "two engines are named 'a'"),
         (ENGINE.replace("http://", "ftp://"), "url must be http"),
-        (ENGINE.replace("127.0.0.1:8001", "169.254.169.254"), "where clouds keep credentials"),
+        (ENGINE.replace("127.0.0.1:8001", "169.254.169.254"), "hands out credentials in clouds"),
         (ENGINE.replace("127.0.0.1:8001", "u:p@host"), "may not hold a user"),
         (ENGINE.replace("127.0.0.1:8001", ":p@host"), "may not hold a user, a password"),
         (ENGINE.replace("127.0.0.1:8001", "@host"), "may not hold a user"),
@@ -37,16 +37,16 @@ def test_a_good_one() -> None:
         (ENGINE.replace('"a"', '"a b"'), "letters, digits"),
         (ENGINE + 'api_key_env = "PACELINE_NO_SUCH"', "PACELINE_NO_SUCH is not set"),
         (ENGINE + 'kind = "azure"', "needs an api_version"),
-        (ENGINE + 'api_version = "2024-10-21"', "no other kind has one"),
-        (ENGINE + 'models = ["x", "x"]', "each once"),
+        (ENGINE + 'api_version = "2024-10-21"', "other kinds have none"),
+        (ENGINE + 'models = ["x", "x"]', "models must be different names"),
         (ENGINE + "max_concurrent = -1", "0 or more, got -1"),
         ("max_attempts = 0\n" + ENGINE, "max_attempts must be at least 1, got 0"),
         ("port = 70000\n" + ENGINE, "port must be 0 to 65535, got 70000"),
-        (ENGINE + '[[models]]\nname = "m"\ntiers = []', "tiers must hold engines"),
+        (ENGINE + '[[models]]\nname = "m"\ntiers = []', "must name at least one engine"),
         (ENGINE + '[[models]]\nname = "m"\ntiers = [["z"]]', "no engine 'z'; there are a"),
         (
             ENGINE + '[[models]]\nname = "m"\ntiers = [["a"]]\nlength_over = {"9" = "m"}',
-            "which is no other model here",
+            "which is not another model here",
         ),
         (
             ENGINE + '[[models]]\nname = "m"\ntiers = [["a"]]\nlength_over = {"x" = "n"}',
@@ -57,7 +57,7 @@ def test_a_good_one() -> None:
             + '[[engines]]\nname = "far"\nurl = "https://h"\ncloud = true\n[[models]]\nname = "m"\n'
             'tiers = [["a"]]\nlocal_only = true\nlength_over = {"9" = "l"}\n'
             '[[models]]\nname = "l"\ntiers = [["far"]]',
-            "which its length_over names, are cloud = true",
+            "in its length_over are cloud = true",
         ),
         (
             ENGINE + 'cloud = true\n[[models]]\nname = "m"\ntiers = [["a"]]\nlocal_only = true',

@@ -30,8 +30,8 @@ examples:
   paceline top --once                           one frame, on any terminal
   paceline top --json | jq .running             an object per interval, for programs
 
-A server with API keys wants one of scope admin: PACELINE_API_KEY=... paceline top. Of several
-addresses each is sent that key. Ctrl-C ends it.
+A server with API keys requires one of scope admin: PACELINE_API_KEY=... paceline top. That key is
+sent to every address. Ctrl-C ends the command.
 """
 
 
@@ -39,8 +39,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "top",
         help="watch running servers and gateways",
-        description="What a running server does: its batch, its queue and what holds it up, "
-        "targets met, KV cache, step times. Of a gateway: its engines, and what keys have spent.",
+        description="Show what a running server does: its batch, its queue and what blocks it, "
+        "attainment, KV cache, step times. For a gateway: its engines, and the spending of keys.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -55,11 +55,11 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=bounded_float(0.05, 3600.0),
         default=1.0,
         metavar="SECONDS",
-        help="time between two readings, which rates are of (default 1)",
+        help="seconds between two readings, over which rates are computed (default 1)",
     )
-    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument(
-        "--json", action="store_true", help="print an object a line, with plain values"
+        "--json", action="store_true", help="print one JSON object per line, with plain values"
     )
     parser.set_defaults(run=run)
 

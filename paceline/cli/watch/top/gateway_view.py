@@ -98,7 +98,7 @@ def _requests(frame: GatewayFrame) -> RenderableType:
         row("ended", f"ok {frame.results.get('ok', 0)}", *faults, style="yellow")
     done = []
     if frame.resumed:
-        done.append(f"streams that went on elsewhere {frame.resumed}")
+        done.append(f"streams resumed {frame.resumed}")
     if frame.fallbacks:
         done.append(f"to a later tier {frame.fallbacks}")
     if frame.hedges:
@@ -117,7 +117,7 @@ def _engines(engines: Sequence[EngineRow]) -> RenderableType:
         table.add_column(name, width=width, justify="right", no_wrap=True)
     table.add_column("sent/s", width=6, justify="right", no_wrap=True)
     table.add_column("share", width=_SHARE_BAR + 5, justify="left", no_wrap=True)
-    table.add_column("TTFT\nguess", width=6, justify="right", no_wrap=True)
+    table.add_column("TTFT\npred.", width=6, justify="right", no_wrap=True)
     table.add_column("TTFT\nseen", width=6, justify="right", no_wrap=True)
     shown = _first(engines)
     notes = Text()
@@ -164,14 +164,14 @@ def _note(row: EngineRow) -> str:
     if row.state in _TOLD and row.trouble and row.trouble != row.state:
         parts.append(row.trouble)
     elif row.state == "starting":
-        parts.append(f"came back, gets {row.share:.0%} of its share")
+        parts.append(f"back again, gets {row.share:.0%} of its share")
     elif row.state == "slow":
-        parts.append("first tokens take several times as long as usual: it gets a trickle")
+        parts.append("first tokens are several times slower than usual: it gets few requests")
     elif row.trouble and row.state != "at_capacity":
         parts.append(row.trouble)
     parts += [f"{kind} {count}" for kind, count in row.failures.items()]
     if row.resumed:
-        parts.append(f"took over {row.resumed}")
+        parts.append(f"resumed {row.resumed}")
     return "   ".join(parts)
 
 

@@ -29,12 +29,12 @@ _BAR: Final = 72
 _MAX_TENANTS: Final = 5
 _COLOURS: Final = ("cyan", "magenta", "blue", "yellow", "red")
 _REASONS: Final[Mapping[str, str]] = {
-    "step": "the step under way",
-    "budget": "the step's tokens are spent on others",
-    "slots": "all slots taken (--max-num-seqs)",
+    "step": "the running step",
+    "budget": "the step's token budget is used up",
+    "slots": "all slots are taken (--max-num-seqs)",
     "memory": "not enough KV blocks",
-    "pace": "one more would make running requests late",
-    "policy": "the policy holds arrivals back",
+    "pace": "one more would make running requests miss their targets",
+    "policy": "the policy delays arrivals",
     "pressure": "the memory-pressure valve is open",
 }
 _PRESSURE: Final = (
@@ -99,9 +99,9 @@ def _batch(frame: Frame) -> RenderableType:
     )
     if frame.drafts_per_s:
         row(
-            "guesses",
+            "drafts",
             *(
-                f"{source} {count:.0f}/s, right {percent(frame.drafts_accepted[source])}"
+                f"{source} {count:.0f}/s, accepted {percent(frame.drafts_accepted[source])}"
                 for source, count in frame.drafts_per_s.items()
             ),
         )

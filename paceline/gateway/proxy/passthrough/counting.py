@@ -41,7 +41,7 @@ class Counting:
         gateway, path = self._gateway, incoming.path
         if incoming.method != "POST":
             raise HttpError(405, f"{path} takes POST, not {incoming.method}")
-        body = read_body(await incoming.read_json(gateway.config.max_body_bytes))
+        body = read_body(await incoming.read_json(gateway.config.max_body_size))
         route = gateway.routes.find(body.model, 0.0)
         alias = route.model if route.asked else ""
         gateway.spending.check(incoming.tenant, body.model or route.model, alias)
@@ -73,7 +73,7 @@ class Counting:
                     raise
                 troubled = True
         if troubled:
-            raise HttpError(503, f"no engine of {route.shown} can count now", 1.0)
+            raise HttpError(503, f"no engine of {route.shown} can count tokens now", 1.0)
         raise HttpError(404, f"no engine of {route.shown} has {incoming.path}")
 
 

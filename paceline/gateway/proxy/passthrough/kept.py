@@ -128,8 +128,8 @@ class StoredObjects:
         if home not in upstreams:
             raise HttpError(
                 400,
-                f"response {previous[:80]!r} is kept by engine {home.name}, and {route.shown} "
-                "is not asked for there",
+                f"response {previous[:80]!r} is stored by engine {home.name}, not one of "
+                f"{route.shown}",
             )
         tiers = [
             [endpoint for endpoint in tier if endpoint.upstream is home] for tier in route.tiers
@@ -211,7 +211,7 @@ class StoredObjects:
         if silent:
             names = ", ".join(sorted(silent))
             raise HttpError(
-                503, f"{kept_id} may be kept by {names}, which cannot be asked now", 1.0
+                503, f"{kept_id} may be stored by {names}, which cannot be reached now", 1.0
             )
         raise _not_there(kind, kept_id)
 
@@ -255,17 +255,20 @@ class StoredObjects:
     # ---------------------------------------------------------------- creation and lists
 
     async def _create(self, incoming: IncomingRequest) -> None:
-        most = self._gateway.config.max_body_bytes
+        most = self._gateway.config.max_body_size
         if incoming.path == "/v1/batches":
             self._check_counted(incoming.tenant)
             body = await incoming.read_json(most)
             try:
                 asked = msgspec.json.decode(body, type=_Batch)
             except msgspec.MsgspecError as error:
-                raise InvalidRequestError(f"the request body is not of a batch: {error}") from None
+                raise InvalidRequestError(
+                    f"the request body does not describe a batch: {error}"
+                ) from None
             if not _IS_ID.fullmatch(asked.input_file_id):
                 raise InvalidRequestError(
-                    f"input_file_id is no file's, got {show(asked.input_file_id)}", "input_file_id"
+                    f"no file has input_file_id {show(asked.input_file_id)}",
+                    "input_file_id",
                 )
             upstream = await self._home("files", asked.input_file_id, incoming.tenant)
         else:
@@ -288,7 +291,7 @@ class StoredObjects:
             # a file whose model is unknown is not sent to a cloud
             upstreams = [e for e in upstreams if not e.config.cloud]
         if not upstreams:
-            raise HttpError(404, "no engine here keeps files of that model")
+            raise HttpError(404, "no engine here stores files for that model")
         alive = [e for e in upstreams if not e.draining and not e.trouble] or upstreams
         return min(alive, key=lambda upstream: (len(upstream.running), random.random()))
 
@@ -298,7 +301,8 @@ class StoredObjects:
         limits = key_limits(gateway.config) or gateway.keys.limits().get(tenant)
         if limits or gateway.spending.key(tenant) is not None:
             raise HttpError(
-                403, "this key has limits, which no batch can be held to: ask an engine itself"
+                403,
+                "this key has limits, which batches cannot have: send it to an engine",
             )
 
     async def _list(self, incoming: IncomingRequest) -> None:
@@ -357,7 +361,7 @@ class StoredObjects:
                     return found
                 page = msgspec.json.decode(body, type=_Page)
             except (ConnectError, msgspec.MsgspecError):
-                raise HttpError(503, f"engine {upstream.name} cannot be asked now", 1.0) from None
+                raise HttpError(503, f"engine {upstream.name} cannot be reached now", 1.0) from None
             found += page.data
             if not page.has_more or not page.data:
                 break

@@ -30,9 +30,9 @@ def cannot_say(body: Body) -> str:
     Fields that it would merely ignore (``ignored_fields``) are reported in a header."""
     fields = body.fields
     if body.n > 1:
-        return "Anthropic's API gives one choice"
+        return "Anthropic's API returns one choice"
     if fields.get("logprobs", _NULL) not in (_NULL, b"false"):
-        return "Anthropic's API gives no logprobs"
+        return "Anthropic's API returns no logprobs"
     for name in ("functions", "function_call", "audio", "resume_output_ids", "grammar"):
         if fields.get(name, _NULL) != _NULL:
             return f"Anthropic's API has no {name}"
@@ -147,7 +147,7 @@ def _parts(content: Any, number: int) -> list[dict[str, Any]]:
         else:
             raise InvalidRequestError(
                 f"messages[{number}].content has a part of type {str(kind)[:40]!r}, which this "
-                "model's engine does not take",
+                "model's engine does not accept",
                 "messages",
             )
     return found
@@ -167,7 +167,7 @@ def _call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
         arguments = msgspec.json.decode(function.get("arguments") or "{}")
     except msgspec.MsgspecError:
         raise InvalidRequestError(
-            f"messages[{number}].tool_calls holds arguments that are no JSON", "messages"
+            f"messages[{number}].tool_calls has arguments that are not JSON", "messages"
         ) from None
     return {
         "type": "tool_use",

@@ -74,9 +74,9 @@ def parse_metrics(text: str, time: float) -> Scrape:
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
-        raise ConfigError(f"what came is not Prometheus' text format: {error}") from None
+        raise ConfigError(f"the answer is not in Prometheus' text format: {error}") from None
     if _OF_A_SERVER not in samples and _OF_A_GATEWAY not in samples:
-        raise ConfigError("the metrics that came are not those of a Paceline server or gateway")
+        raise ConfigError("the metrics are not those of a Paceline server or gateway")
     return Scrape(time, {name: tuple(found) for name, found in samples.items()})
 
 

@@ -272,7 +272,7 @@ def test_what_it_does_not_honour_is_named() -> None:
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "type 'input_audio'"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{oops"}}]}],
-            "arguments that are no JSON",
+            "arguments that are not JSON",
         ),
     ],
 )

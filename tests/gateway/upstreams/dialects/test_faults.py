@@ -249,7 +249,7 @@ async def test_anthropics_errors_are_openais_to_a_caller_of_chat() -> None:
                     model="m", messages=[{"role": "user", "content": "hi"}]
                 )
             await client.close()
-            # keys are the gateway's trouble, and 529 is known to nobody else
+            # keys are the gateway's trouble, and 529 is known to no other server
             wanted = {401: 502, 403: 502, 529: 503}.get(status, status)
             assert caught.value.status_code == wanted
             if wanted == status:
@@ -292,7 +292,7 @@ async def test_calls_and_whole_answers_of_anthropics() -> None:
         # an answer of another API is none
         engine.script[:] = [WHOLE]
         odd = await http.post(CHAT, json=chat())
-        assert odd.status_code == 503 and "not of its API" in odd.text
+        assert odd.status_code == 503 and "not follow its API" in odd.text
 
 
 async def test_callers_of_the_messages_api_go_through_as_they_are() -> None:
