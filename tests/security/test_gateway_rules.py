@@ -76,7 +76,7 @@ async def test_nothing_is_sent_to_where_credentials_are(monkeypatch: pytest.Monk
     monkeypatch.setattr(Connection, "leads_to_credentials", True)
     async with scripted(WHOLE) as engine:
         pool = Pool(Origin.of(engine.url), connect_timeout=1.0, idle=1.0)
-        with pytest.raises(ConnectError, match="where clouds keep credentials"):
+        with pytest.raises(ConnectError, match="hands out credentials in clouds"):
             await pool.connect()
         await asyncio.sleep(0)
         assert not len(pool)

@@ -314,7 +314,7 @@ def dies(path: str, *, by_text: bool, kill: bool = False) -> Callable[[Pair], Aw
             return f"goes on behind text ({'the same text' if same else 'another text'})"
         _must(told.error is not None, f"it ends as if done: {told}")
         said = json.dumps(told.error)
-        _must("cannot go on elsewhere" in said, f"the error does not say so: {said}")
+        _must("cannot be resumed" in said, f"the error does not say so: {said}")
         _must(uncut.text.startswith(told.text), f"{told.text!r} is not of {uncut.text!r}")
         _must(bool(told.text), "nothing was said")
         return "an error that says so"

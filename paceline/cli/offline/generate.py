@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 import time
@@ -18,6 +17,8 @@ from paceline.cli.flags.options import add_engine_options, add_model_argument, e
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from paceline.cli.offline.batch_files import OutputFile
     from paceline.server.batches.lines import Answer, BatchLine
     from paceline.server.generation.service import Service
@@ -346,6 +347,8 @@ async def arriving_lines(file: int) -> AsyncGenerator[bytes, None]:
 
 async def _read(file: int) -> bytes:
     """Wait for data and return it; empty at the end of the file."""
+    import asyncio
+
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
     try:

@@ -53,7 +53,7 @@ def test_flags_on_a_server(command: Command, tmp_path: Path) -> None:
     with start_server(*flags, *limits) as server:
         assert "1024 bytes" in upload(server.address, b"x" * 1025).text
         file = upload(server.address, lines + b" " * 600).json()
-        assert "1500 bytes in all" in upload(server.address, b"x" * 1000).text
+        assert "1500 bytes together" in upload(server.address, b"x" * 1000).text
         body = {
             "input_file_id": file["id"],
             "endpoint": "/v1/completions",

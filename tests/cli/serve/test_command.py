@@ -280,9 +280,9 @@ def wait_until_running(server: ServerProcess, count: int) -> None:
         ([*NULL, "--drain-timeout", "nan"], "must be finite and at least 0, got nan"),
         ([*NULL, "--max-predicted-ttft", "inf"], "must be finite and at least 0, got inf"),
         ([*NULL, "--max-predicted-ttft", "-1"], "must be at least 0, got -1"),
-        ([*NULL, *["--served-model-name", "a"] * 2], "--served-model-name a is given 2 times"),
-        ([*NULL, "--served-model-name", *"baba"], "--served-model-name a is given 2 times"),
-        ([*NULL, *["--slo-class", "chat=ttft:5"] * 2], "--slo-class chat is given 2 times"),
+        ([*NULL, *["--served-model-name", "a"] * 2], "--served-model-name a was given 2 times"),
+        ([*NULL, "--served-model-name", *"baba"], "--served-model-name a was given 2 times"),
+        ([*NULL, *["--slo-class", "chat=ttft:5"] * 2], "--slo-class chat was given 2 times"),
         ([*NULL, "--metrics-host", "0.0.0.0"], "--metrics-host 0.0.0.0 needs --metrics-port"),
         # found while the engine starts
         ([*NULL, "--otlp-endpoint", "nonsense"], "nonsense"),

@@ -346,7 +346,7 @@ def test_a_checkpoint_is_planned_for_another_device(
     assert main(["plan", *flags]) == 0
     assert " GB in bfloat16, as serve chooses on cuda" in capsys.readouterr().out
     assert "needs --model FILE" in refused(capsys, *MEMORY, "--device", "cuda")
-    assert "neither --hardware" in refused(capsys, *flags, "--hardware", "h100-sxm")
+    assert "excludes --hardware" in refused(capsys, *flags, "--hardware", "h100-sxm")
     assert "device 'tpu'" in refused(capsys, *flags[:-1], "tpu")
 
 

@@ -238,7 +238,7 @@ def test_what_a_killed_server_leaves_the_next_one_takes_away(tmp_path: Path) -> 
     ("row", "said"),
     [
         ("9,20000000,1", "request 2 of the trace, at 9 s, has 20000000 tokens; prompts and"),
-        ("9,1,1e300", "at most 10000000"),
+        ("9,1,1e300", "up to 10000000 tokens"),
         ("9,-1,1", "the trace:3: prompt_tokens is '-1'"),
         ("9,1", "has 2 columns"),
     ],

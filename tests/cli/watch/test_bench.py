@@ -200,7 +200,7 @@ def test_an_interrupted_run_is_reported() -> None:
     ("flags", "words"),
     [
         ((), "give --rate, --concurrency or --trace"),
-        (("--rate", 1, "--concurrency", 1), "choose"),
+        (("--rate", 1, "--concurrency", 1), "give one"),
         (("--concurrency", 1, "--arrivals", "bursty"), "need an open loop"),
         (("--rate", 1, "--arrivals", "constant", "--cv", 2), "for --arrivals bursty"),
         (("--rate", 1, "--trace", "x", "--input-len", 3), "leave out"),
