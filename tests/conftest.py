@@ -59,6 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What runs the coroutines among tests and fixtures, which need no marker."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def threads() -> int | None:
     """For models large enough to use several: None, as many as there are cores, or one."""
     return 1 if SIDE_BY_SIDE else None

@@ -28,8 +28,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_streams_asked_for_ahead_come_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,

@@ -31,8 +31,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("cut", [0, 1, 2])
 async def test_08_nothing_is_said_twice_and_no_space_is_lost_at_the_seam(cut: int) -> None:

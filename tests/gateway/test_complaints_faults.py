@@ -31,8 +31,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 FAULTS = {
     "refused": refused(503),
     "cut before the head": Step(raw=b""),

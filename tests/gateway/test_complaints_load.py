@@ -32,8 +32,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_02_a_metric_that_was_renamed_is_unknown_and_not_zero() -> None:
     async with (

@@ -27,8 +27,6 @@ from tests.gateway.helpers import (
 )
 from tests.gateway.upstreams.dialects.samples import anthropic_events
 
-pytestmark = pytest.mark.anyio
-
 LONG = tuple(f" word{number}" for number in range(60))
 TEXTS = (
     *(

@@ -32,8 +32,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_an_answer_comes_through_as_it_is() -> None:
     async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (_, client):

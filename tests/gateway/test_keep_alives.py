@@ -26,8 +26,6 @@ from tests.gateway.helpers import (
 from tests.gateway.proxy.test_attempt import T, chunk, started
 from tests.gateway.upstreams.dialects.samples import anthropic_events
 
-pytestmark = pytest.mark.anyio
-
 TEXT = "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 

@@ -15,8 +15,6 @@ from paceline.gateway import EngineConfig, Gateway, GatewayConfig
 from tests.gateway.helpers import CHAT, NO_TLS, gateway_over, streamed
 from tests.server.live_process import LiveServer
 
-pytestmark = pytest.mark.anyio
-
 STEP_SECONDS = 0.02
 SETTINGS = {"backend": {"step_time": STEP_SECONDS}}
 SCHEMA = {

@@ -20,8 +20,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_who_is_not_polled_is_asked_for_its_models_as_seldom_as_others(
     monkeypatch: pytest.MonkeyPatch,

@@ -19,8 +19,6 @@ from tests.gateway.helpers import (
     text_of,
 )
 
-pytestmark = pytest.mark.anyio
-
 PAGE = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 9\r\n\r\n<p>hi</p>"
 UNNAMED = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"".join(GOOD.parts)
 UPGRADE = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nx"

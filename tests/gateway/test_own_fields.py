@@ -24,8 +24,6 @@ from tests.gateway.helpers import (
 )
 from tests.gateway.proxy.test_hedging import HEDGED, LATE, _known
 
-pytestmark = pytest.mark.anyio
-
 PLAIN = Step(parts=chat_chunks(WORDS, ids=False, usage=False))
 
 

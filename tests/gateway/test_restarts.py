@@ -24,8 +24,6 @@ from tests.gateway.upstreams.test_capabilities import (
     template,
 )
 
-pytestmark = pytest.mark.anyio
-
 LLAMA = "llamacpp:requests_deferred 0\nllamacpp:requests_processing 0\n"
 SGLANG = "sglang:num_queue_reqs 0\nsglang:num_running_reqs 0\n"
 # of an engine that is told to be so

@@ -14,8 +14,6 @@ from paceline.gateway import EngineConfig, GatewayConfig
 from tests.gateway.helpers import gateway_over
 from tests.server.live_process import LiveServer
 
-pytestmark = pytest.mark.anyio
-
 SETTINGS = {"backend": {"step_time": 0.01}}
 
 

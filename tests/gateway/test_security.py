@@ -22,8 +22,6 @@ from tests.gateway.helpers import (
     text_of,
 )
 
-pytestmark = pytest.mark.anyio
-
 ANSWER = b'{"id":"x","model":"m","choices":[]}'
 WHOLE = Step(parts=(ANSWER,), stream=False)
 

@@ -30,8 +30,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_first_byte_timeout() -> None:
     late = replace(WHOLE, delay=3.0)

@@ -29,8 +29,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 ALL = range(400, 600)
 LISTED_ALL = [status for statuses in LISTED.values() for status in statuses]
 SOME = sorted({*LISTED_ALL, *range(400, 600, 11), 422, 451, 507, 520, 524, 530})

@@ -349,7 +349,6 @@ def test_a_connection_that_this_side_drops_is_not_lost() -> None:
         assert not connection._pool.num_lost
 
 
-@pytest.mark.anyio
 async def test_who_takes_no_connection_may_have_ended() -> None:
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]

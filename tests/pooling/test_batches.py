@@ -17,18 +17,11 @@ from tests.pooling.models import add_modules, make_bert
 from tests.pooling.serving import client_of
 from tests.server.batches.serving import running
 
-pytestmark = pytest.mark.anyio
-
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["the quick fox", "the lazy dog"]},
     "/v1/rerank": {"query": "the fox", "documents": ["the dog", "a fox"]},
     "/v1/score": {"text_1": "the fox", "text_2": ["the dog", "a fox"]},
 }
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")

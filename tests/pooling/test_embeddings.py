@@ -28,15 +28,8 @@ from tests.pooling.models import (
 from tests.pooling.serving import serving
 from tests.server.helpers import metric, scrape
 
-pytestmark = pytest.mark.anyio
-
 TEXTS = ["the quick brown fox", "a lazy dog, over and over and over", "x"]
 SIZE = 32
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")

@@ -27,15 +27,8 @@ from tests.pooling.models import (
 )
 from tests.pooling.serving import serving
 
-pytestmark = pytest.mark.anyio
-
 QUERY = "what is the capital of france"
 DOCUMENTS = ["paris", "berlin is the capital", "the quick brown fox jumps over the lazy dog"]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def scores_of(http: httpx.AsyncClient, **more: Any) -> list[float]:

@@ -26,13 +26,6 @@ from paceline.server.apis.pooling.running import cosines, encode_list, length_ch
 from paceline.server.generation.prompts import PromptMaker, slices
 from paceline.server.protocol.requests import TemplateOptions
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
 
 def test_slices_hold_as_much_as_they_may() -> None:
     assert list(slices([3, 3, 3, 9, 1], 6)) == [(0, 2), (2, 3), (3, 4), (4, 5)]

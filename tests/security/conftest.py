@@ -19,11 +19,6 @@ from .keys import KEYS
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def engine(anyio_backend: str) -> AsyncIterator[LocalEngineClient]:
     client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512))
     yield client

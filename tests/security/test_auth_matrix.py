@@ -16,8 +16,6 @@ from tests.server.helpers import connect
 
 from .keys import ADMIN, KEYS, OTHER, USER, bearer
 
-pytestmark = pytest.mark.anyio
-
 # a route that is in neither set asks for a key of any scope; one that is added to them is seen here
 OPEN = {"/health", "/health/live", "/health/ready", "/ping"}
 # the page's files, which are public code

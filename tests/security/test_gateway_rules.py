@@ -30,8 +30,6 @@ from tests.gateway.helpers import (
     streamed,
 )
 
-pytestmark = pytest.mark.anyio
-
 SECRET = "sk-engine-1234567890"
 ANN = ApiKey.of("ann", "user", "secret-ann")
 ROOT = ApiKey.of("root", "admin", "secret-root")

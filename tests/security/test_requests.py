@@ -24,7 +24,6 @@ from tests.server.helpers import connect, scrape
 from .keys import ADMIN, KEYS, bearer
 from .test_auth_matrix import every_route
 
-pytestmark = pytest.mark.anyio
 JSON = {"Content-Type": "application/json"}
 MESSAGES = [{"role": "user", "content": "x"}]
 BODIES: dict[str, dict[str, Any]] = {

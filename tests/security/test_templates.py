@@ -18,7 +18,6 @@ from paceline.engine.text.template_process import TemplateLimits, TemplateProces
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, connect
 
-pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 # until it is stopped

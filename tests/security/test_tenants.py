@@ -18,8 +18,6 @@ from tests.server.helpers import VOCAB, connect
 
 from .keys import ADMIN, KEYS, OTHER, USER, bearer
 
-pytestmark = pytest.mark.anyio
-
 SECRET = "the password is swordfish, " * 8
 
 

@@ -16,11 +16,6 @@ from tests.server.helpers import VOCAB, connect
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def engine(anyio_backend: str) -> AsyncIterator[LocalEngineClient]:
     client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512), model="null-model")
     yield client

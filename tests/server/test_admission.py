@@ -15,8 +15,6 @@ from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, connect, events, metric, scrape
 
-pytestmark = pytest.mark.anyio
-
 SLOW = chat_body("slow", max_tokens=100, ignore_eos=True)
 
 

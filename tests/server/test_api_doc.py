@@ -16,8 +16,6 @@ from paceline.server.protocol.requests import RequestRules
 from paceline.server.protocol.structured import STRUCTURED_KINDS
 from paceline.server.transport.responses import UNSERVED_ROUTES
 
-pytestmark = pytest.mark.anyio
-
 ROOT = Path(__file__).parents[2]
 _SPEC = importlib.util.spec_from_file_location("api_tables", ROOT / "scripts" / "api_tables.py")
 assert _SPEC is not None and _SPEC.loader is not None

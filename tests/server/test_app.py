@@ -22,8 +22,6 @@ from paceline.errors import ConfigError, EngineDeadError, QueueFullError
 from paceline.server import ServerConfig, create_app, sampling_defaults, serve
 from tests.server.helpers import VOCAB, chat_body, connect, say
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_health(http: httpx.AsyncClient) -> None:
     for response in (

@@ -10,7 +10,6 @@ import pytest
 
 from tests.server.helpers import chat_body
 
-pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 JSON = {"Content-Type": "application/json"}

@@ -152,7 +152,6 @@ async def tight(engine: LocalEngineClient) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-@pytest.mark.anyio
 async def test_every_route_that_reads_json_is_bounded(tight: httpx.AsyncClient) -> None:
     paths = (await tight.get("/openapi.json")).json()["paths"]
     reading = [

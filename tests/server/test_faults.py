@@ -202,7 +202,6 @@ async def stumbling() -> AsyncIterator[httpx.AsyncClient]:
     await client.close()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("whole", [True, False])
 async def test_a_tokenizer_fault_ends_its_request_alone(
     stumbling: httpx.AsyncClient, whole: bool
@@ -222,7 +221,6 @@ async def test_a_tokenizer_fault_ends_its_request_alone(
     assert metric((await stumbling.get("/metrics")).text, "vllm:kv_cache_usage_perc") == 0
 
 
-@pytest.mark.anyio
 async def test_a_line_of_a_batch_is_asked_again() -> None:
     """A lost engine is no answer to keep."""
     client = null_client(NullBackend(vocab_size=VOCAB))

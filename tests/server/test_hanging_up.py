@@ -18,8 +18,6 @@ from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, post_scope
 
-pytestmark = pytest.mark.anyio
-
 _TEXT = {"max_tokens": 400, "stream": True, "ignore_eos": True}
 _ASKS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", chat_body(**_TEXT)),

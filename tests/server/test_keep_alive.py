@@ -15,8 +15,6 @@ from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, connect, events, say
 
-pytestmark = pytest.mark.anyio
-
 COMMENT = ": keep-alive\n\n"
 
 

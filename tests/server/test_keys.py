@@ -17,8 +17,6 @@ from paceline.http.keys import ApiKey, KeyRing, parse_key_file
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, connect
 
-pytestmark = pytest.mark.anyio
-
 USER, ADMIN = "user-key-0123456789", "admin-key-0123456789"
 # the same first twenty characters
 TWIN = "user-key-0123456789-twin"

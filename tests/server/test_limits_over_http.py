@@ -32,17 +32,10 @@ from tests.server.helpers import (
     scrape,
 )
 
-pytestmark = pytest.mark.anyio
-
 # windows of a day: no test runs across the end of one
 DAY = 86400
 ALICE, BOB, ROOT = "alice-key-0123", "bob-key-01234", "root-key-01234"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def bearer(key: str) -> dict[str, str]:

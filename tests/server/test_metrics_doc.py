@@ -18,8 +18,6 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from tests.server.helpers import VOCAB, scrape
 
-pytestmark = pytest.mark.anyio
-
 DOC = (Path(__file__).parents[2] / "docs" / "operate" / "metrics.md").read_text()
 # made once by hand from vLLM's own exposition: what its dashboards may ask for
 VLLM = re.findall(

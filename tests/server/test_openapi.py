@@ -24,8 +24,6 @@ from tests.server.live_process import LiveServer, live_server
 from tests.server.schemathesis_run import check_document, null_server_settings
 from tests.server.test_api_doc import RULES, documented
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def document(app: FastAPI) -> dict[str, Any]:

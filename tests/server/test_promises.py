@@ -38,8 +38,6 @@ from paceline.server.protocol.responses import DraftCount, Explanation, encode
 from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, rested, scrape
 from tests.server.test_api_doc import RULES
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.2, "1"), (6.5, "7"), (44.0, "44")])
 def test_retry_after_is_the_estimate_in_whole_seconds(seconds: float, told: str) -> None:

@@ -27,8 +27,6 @@ from paceline.server.apis.openai.completions import CompletionStream
 from tests.server.helpers import VOCAB, chat_body, events, metric, post_scope
 from tests.server.protocol.test_tools import TOOLS
 
-pytestmark = pytest.mark.anyio
-
 _TEXT = {"prompt": "xy", "max_tokens": 40, "stream": True, "request_id": "r", "ignore_eos": True}
 _CHAT = chat_body(max_tokens=40, stream=True, request_id="r", ignore_eos=True)
 _IDS = {

@@ -14,8 +14,6 @@ from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, connect
 
-pytestmark = pytest.mark.anyio
-
 START = ByteTokenizer.IM_START
 SAID = [*b"Four.\n", START, *b"user\nand on"]
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]

@@ -14,7 +14,6 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.settings.config import BatchConfig
 from tests.server.helpers import chat_body, connect
 
-pytestmark = pytest.mark.anyio
 KEY = "alice-key-0123"
 CHAT = "/v1/chat/completions"
 PREFLIGHT = {

@@ -19,8 +19,6 @@ from paceline.web.routes import ui_router
 from tests.security.keys import ADMIN, USER, bearer
 from tests.server.helpers import connect
 
-pytestmark = pytest.mark.anyio
-
 KEYS = (
     ApiKey(
         "alice", "user", ApiKey.of("alice", "user", USER).digest,

@@ -19,8 +19,6 @@ from paceline.http.keys import ApiKey, is_page
 from paceline.server import ServerConfig, create_app
 from paceline.web.routes import BUILT_IN, load_assets, ui_router
 
-pytestmark = pytest.mark.anyio
-
 KEY = ApiKey.of("someone", "user", "a-key-of-some-length")
 
 

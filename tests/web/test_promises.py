@@ -22,8 +22,6 @@ from paceline.web.routes import ui_router
 from tests.cli.watch.test_top import counts, scrape
 from tests.server.helpers import VOCAB
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/ui/api/promises"
 
 

@@ -33,8 +33,6 @@ from tests.driving import make_request
 from tests.server.helpers import VOCAB
 from tests.timeline.watching import Watched, named
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def told_engine() -> AsyncIterator[LocalEngineClient]:

@@ -69,11 +69,6 @@ sys.exit(main())
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     """Node 0 has the first of this process's processors, node 1 the second and more memory."""
     made = Machine(tmp_path, None)
@@ -241,7 +236,6 @@ def test_nodes_that_cannot_be_had_any_more(
     assert record.getMessage().startswith(f"numa_fallback numa=1 reason={reason}")
 
 
-@pytest.mark.anyio
 async def test_an_engine_process_and_its_successor_run_on_one_node(
     machine: Machine, llama_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,8 +34,6 @@ from paceline.errors import (
 )
 from tests.engine.null_engine import ARGV
 
-pytestmark = pytest.mark.anyio
-
 VOCAB = 251
 BACKEND = {"vocab_size": VOCAB, "num_blocks": 4096, "block_size": 4, "max_model_len": 2000}
 

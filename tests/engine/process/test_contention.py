@@ -108,7 +108,6 @@ sys.exit(engine_main(build))
 """
 
 
-@pytest.mark.anyio
 async def test_an_engine_process_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     source = _CONTENDED.format(root=str(Path(__file__).parents[3]))
     client = await ProcessEngineClient.start((sys.executable, "-c", source), b"{}", ByteTokenizer)

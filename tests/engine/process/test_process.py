@@ -44,8 +44,6 @@ from paceline.errors import (
 from tests.engine.null_engine import ARGV
 from tests.engine.process.test_client import collect, is_healthy, make, start_process, until
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

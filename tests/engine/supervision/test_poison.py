@@ -26,8 +26,6 @@ from tests.engine.supervision.test_supervisor import (
     whole,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 def innocent(number: int, max_tokens: int, **fields: object) -> GenerationRequest:
     prompt = (3, 5, number % 100)

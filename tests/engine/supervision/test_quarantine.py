@@ -23,8 +23,6 @@ from paceline.engine.testing import null_core
 from paceline.engine.types import GenerationRequest
 from tests.engine.process.test_client import make
 
-pytestmark = pytest.mark.anyio
-
 
 def plan(*choices: str) -> SchedulerOutput:
     rows = tuple(ScheduledRow(choice, 0, 1, (), True) for choice in choices)

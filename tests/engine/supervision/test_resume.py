@@ -8,8 +8,6 @@ import random
 import signal
 from typing import Any
 
-import pytest
-
 from paceline.backends.reference.null import expected_tokens
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
@@ -17,8 +15,6 @@ from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.types import GenerationOutput, GenerationRequest
 from tests.engine.process.test_client import VOCAB, make, until
 from tests.engine.supervision.test_supervisor import running, supervised
-
-pytestmark = pytest.mark.anyio
 
 
 class Reader:

@@ -37,7 +37,6 @@ from tests.engine.null_engine import ARGV
 from tests.engine.process.test_client import BACKEND, make, until
 from tests.engine.process.test_process import is_alive
 
-pytestmark = pytest.mark.anyio
 DIE, HANG = 200, 201
 
 

@@ -49,14 +49,6 @@ async def until(semaphore: threading.Semaphore) -> None:
     assert await asyncio.to_thread(semaphore.acquire, timeout=30)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-pytestmark = pytest.mark.anyio
-
-
 async def test_texts_that_come_in_one_turn_of_the_loop_make_one_batch() -> None:
     tokenizer = Gated()
     encoder = BatchEncoder(tokenizer)

@@ -13,8 +13,6 @@ from paceline.errors import ConfigError
 from paceline.gateway.billing.leases import LeaseStore
 from tests.http.rate_limits.redis_server import RedisServer
 
-pytestmark = pytest.mark.anyio
-
 
 class CountingRedis:
     """As much of a Redis as leases take; ``down``: it says nothing."""

@@ -22,8 +22,6 @@ from paceline.gateway.settings.prices import Price, Used
 from paceline.gateway.streams.usage import used_by
 from tests.gateway.helpers import until
 
-pytestmark = pytest.mark.anyio
-
 PAGE = Path(__file__).parents[3] / "docs" / "operate" / "gateway.md"
 
 TODAY = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -32,8 +32,6 @@ from tests.gateway.helpers import ANY, CHAT, chat, configured, gateway_over, ref
 from tests.gateway.proxy.test_hedging import _known
 from tests.http.rate_limits.redis_server import RedisServer
 
-pytestmark = pytest.mark.anyio
-
 MILLIONTH: Final = 10**6
 LIMIT: Final = 6000
 # of a million tokens

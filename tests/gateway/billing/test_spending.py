@@ -36,8 +36,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 ONE = 10**12
 # 2026-03-31 23:00:00 UTC
 LATE_IN_MARCH = 1774998000.0

@@ -38,8 +38,6 @@ from tests.gateway.proxy.test_hedging import HEDGED, ROLE_ONLY, _known
 from tests.server.live_process import live_server
 from tests.server.otlp_receiver import Receiver, attributes, receiving
 
-pytestmark = pytest.mark.anyio
-
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 

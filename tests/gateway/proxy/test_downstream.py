@@ -11,8 +11,6 @@ from paceline.gateway.proxy.downstream import Downstream
 from paceline.gateway.proxy.wake import Wake
 from paceline.gateway.requests.body import read_body
 
-pytestmark = pytest.mark.anyio
-
 
 class Writer:
     """A connection that takes what it is offered, unless it is ``full``."""

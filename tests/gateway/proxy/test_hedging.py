@@ -27,8 +27,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 LATE = replace(GOOD, delay=5.0)
 # its role comes at once, and its first word does not
 ROLE_ONLY = Step(parts=chat_chunks(WORDS)[:1], then="stall")

@@ -31,8 +31,6 @@ from tests.gateway.helpers import (
 from tests.gateway.proxy.test_hedging import HEDGED, LATE, OTHER, _known
 from tests.gateway.upstreams.dialects.samples import ANTHROPIC_WHOLE
 
-pytestmark = pytest.mark.anyio
-
 MILLIONTH = 10**6
 # a million tokens of prompt, and of output, cost so much
 PRICES = (

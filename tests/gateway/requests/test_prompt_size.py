@@ -14,8 +14,6 @@ from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, lea
 from tests.gateway.fault_server import Step, scripted
 from tests.gateway.helpers import ANY, CHAT, chat, configured, gateway_over, refused
 
-pytestmark = pytest.mark.anyio
-
 DATA: Final = base64.b64encode(random.Random(1).randbytes(120_000)).decode()
 LINES: Final = base64.encodebytes(random.Random(1).randbytes(120_000)).decode()
 URL: Final = "data:image/png;base64," + DATA

@@ -10,8 +10,6 @@ from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, scripted
 from tests.gateway.helpers import CHAT, GOOD, WHOLE, chat, configured, gateway_over, refused, until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_later_tiers_serve_what_earlier_ones_cannot() -> None:
     model = ModelConfig(name="chat", tiers=(("e1",), ("e2:small",)))

@@ -12,8 +12,6 @@ from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import scripted
 from tests.gateway.helpers import CHAT, GOOD, WHOLE, chat, configured, gateway_over, streamed
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize(
     ("alias", "name", "stem"),

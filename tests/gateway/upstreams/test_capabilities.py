@@ -30,8 +30,6 @@ from tests.gateway.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 FIELDS = {
     "token_ids": "return_token_ids",
     "resume": "resume_output_ids",

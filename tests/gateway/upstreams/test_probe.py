@@ -16,8 +16,6 @@ from paceline.gateway.settings.config import EngineConfig, GatewayConfig
 from paceline.gateway.upstreams.probe import fetch_small
 from paceline.gateway.upstreams.upstream import Upstream
 
-pytestmark = pytest.mark.anyio
-
 SECONDS: Final = 0.3
 
 

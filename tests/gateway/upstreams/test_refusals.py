@@ -19,8 +19,6 @@ from tests.gateway.helpers import (
     gateway_over,
 )
 
-pytestmark = pytest.mark.anyio
-
 MESSAGES = "/v1/messages"
 PATHS = (CHAT, "/v1/completions", "/v1/responses", MESSAGES, "/v1/embeddings")
 

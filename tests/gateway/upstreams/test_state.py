@@ -14,8 +14,6 @@ from paceline.routing import Demand, Pressure
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import CHAT, chat, configured, gateway_over
 
-pytestmark = pytest.mark.anyio
-
 DEMAND = Demand(prompt_tokens=100.0, max_tokens=50.0, output_tokens=50.0)
 
 

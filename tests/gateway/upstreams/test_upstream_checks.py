@@ -13,8 +13,6 @@ from tests.gateway.fault_server import Step, chat_chunks, scripted
 from tests.gateway.helpers import CHAT, WHOLE, WORDS, pieces, refused
 from tests.upstreams.checks import MESSAGES, CheckFailedError, Pair, dies, hang_up, streamed
 
-pytestmark = pytest.mark.anyio
-
 ALL = Step(parts=chat_chunks(WORDS, ids=False, reason="length"))
 REST = Step(parts=chat_chunks(WORDS[2:], ids=False, reason="length"))
 CUT = pieces(2, ids=False)

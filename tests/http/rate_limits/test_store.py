@@ -17,14 +17,8 @@ from paceline.http.rate_limits.rates import Rate
 from paceline.http.rate_limits.store import RateStore, check_storage_url
 from tests.http.rate_limits.redis_server import RedisServer
 
-pytestmark = pytest.mark.anyio
 # windows of a day: no test runs across the end of one
 HUNDRED = Rate(100, 86400)
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")

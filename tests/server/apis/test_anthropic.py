@@ -14,8 +14,6 @@ from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, chat_prompt, connect, expected_text
 
-pytestmark = pytest.mark.anyio
-
 TOOL = {
     "name": "weather",
     "description": "of a city",

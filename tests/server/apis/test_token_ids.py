@@ -14,8 +14,6 @@ from paceline.server.app import create_app
 from paceline.server.settings.config import ServerConfig
 from tests.server.helpers import VOCAB, chat_body, connect, events
 
-pytestmark = pytest.mark.anyio
-
 GENERATE = "/inference/v1/generate"
 PROMPT = [3, 5, 8]
 

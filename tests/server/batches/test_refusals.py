@@ -17,8 +17,6 @@ from paceline.server.settings.config import BatchConfig
 from tests.server.batches.serving import URL, running
 from tests.server.helpers import VOCAB, connect
 
-pytestmark = pytest.mark.anyio
-
 MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
 
 

@@ -30,8 +30,6 @@ from tests.server.batches.serving import (
     running,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_every_endpoint_is_answered_as_over_http(tmp_path: Path) -> None:
     bodies = {

@@ -19,8 +19,6 @@ from tests.server.batches.serving import ALICE, BOB, KEYS, URL, Server, line, ru
 from tests.server.batches.test_store import create, put
 from tests.server.helpers import connect
 
-pytestmark = pytest.mark.anyio
-
 # windows of a day: no test runs across the end of one
 DAY = 86400
 

@@ -16,8 +16,6 @@ from paceline.server.batches.store import BatchStore
 from paceline.server.lifecycle import _Life, bind
 from tests.server.batches.serving import Server, running
 
-pytestmark = pytest.mark.anyio
-
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n"
 
 

@@ -16,8 +16,6 @@ from paceline.server import ServerConfig
 from tests.engine.supervision.test_supervisor import DIE, supervised
 from tests.server.batches.serving import Server, line, running
 
-pytestmark = pytest.mark.anyio
-
 
 @asynccontextmanager
 async def serving(folder: Path, **backend: Any) -> AsyncGenerator[tuple[Server, Any], None]:

@@ -16,8 +16,6 @@ from paceline.errors import EngineDrainingError, QueueFullError
 from paceline.http.shortcut import Shortcut
 from paceline.server.generation.run import merged, run_one
 
-pytestmark = pytest.mark.anyio
-
 
 def output(*ids: int, end: str | None = None) -> GenerationOutput:
     return GenerationOutput(

@@ -17,8 +17,6 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.generation.template_gaps import Conversation, TemplateGaps
 from tests.server.helpers import VOCAB, connect
 
-pytestmark = pytest.mark.anyio
-
 HEADER = "x-paceline-rewritten-messages"
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 # the roles it knows, and one message of the system

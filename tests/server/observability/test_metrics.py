@@ -30,8 +30,6 @@ from paceline.server.observability.metrics.requests import (
 )
 from tests.server.helpers import VOCAB, chat_body, connect, metric, rested, say, scrape
 
-pytestmark = pytest.mark.anyio
-
 LABELED = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",

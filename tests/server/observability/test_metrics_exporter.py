@@ -64,7 +64,6 @@ def test_both_ports_show_the_same(server: LiveServer) -> None:
     kept.close()
 
 
-@pytest.mark.anyio
 async def test_a_loop_that_stands_still_shows_by_its_age() -> None:
     app = create_app(null_client(NullBackend()), ServerConfig())
     listener = socket.create_server(("127.0.0.1", 0))
@@ -100,7 +99,6 @@ def test_one_connection_too_many_closes_the_one_idle_longest(server: LiveServer)
         connection.close()
 
 
-@pytest.mark.anyio
 async def test_slow_and_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "_BUSY", 0.4)
     app = create_app(null_client(NullBackend()), ServerConfig())
@@ -131,7 +129,6 @@ async def test_slow_and_silent_connections_are_closed(monkeypatch: pytest.Monkey
         assert AGE.encode() in await asyncio.to_thread(reader.read)
 
 
-@pytest.mark.anyio
 async def test_a_thread_that_cannot_start_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     app = create_app(null_client(NullBackend()), ServerConfig())
     listener = socket.create_server(("127.0.0.1", 0))

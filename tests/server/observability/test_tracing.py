@@ -25,8 +25,6 @@ from tests.server.helpers import VOCAB, chat_body, connect, say
 from tests.server.live_process import live_server
 from tests.server.otlp_receiver import Receiver, attributes, receiving
 
-pytestmark = pytest.mark.anyio
-
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 

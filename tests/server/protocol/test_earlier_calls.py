@@ -17,8 +17,6 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.protocol.earlier_calls import render_with_calls, wants_short_ids
 from tests.server.helpers import VOCAB, connect
 
-pytestmark = pytest.mark.anyio
-
 EACH = "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}{%% endfor %%}"
 CHECKED = (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}"

@@ -14,8 +14,6 @@ import pytest
 
 from tests.server.helpers import chat_body, events
 
-pytestmark = pytest.mark.anyio
-
 PERSON = {
     "type": "object",
     "properties": {

@@ -17,8 +17,6 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.model_formats.tool_formats import call_schema
 from tests.server.helpers import VOCAB, chat_body, connect, events
 
-pytestmark = pytest.mark.anyio
-
 WEATHER = {
     "type": "object",
     "properties": {

@@ -13,8 +13,6 @@ from paceline.errors import InvalidRequestError
 from paceline.web.what_if.job import parse_job
 from tests.web.what_if.helpers import PATH, Ask, Asker
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_what_cannot_be_is_told_beside_its_field(ask: Ask) -> None:
     asker = ask()

@@ -24,8 +24,6 @@ from tests.web.what_if.helpers import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_one_at_a_time_and_cancelled(ask: Ask) -> None:
     asker = ask(configured(SLEEPS))

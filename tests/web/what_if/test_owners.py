@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from paceline.http.keys import ApiKey
 from paceline.web.what_if.storage import MOST_PLACES
 from tests.web.what_if.helpers import CARD, PATH, SLEEPS, TRACE, Ask, configured, until
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_callers_know_nothing_of_each_other(ask: Ask) -> None:

@@ -11,8 +11,6 @@ from paceline.timeline.codec import Decoder
 from paceline.timeline.model import Model
 from tests.web.what_if.helpers import CARD, PATH, TRACE, Ask
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_this_servers_last_minutes(ask: Ask) -> None:
     asker = ask()

@@ -17,8 +17,6 @@ import pytest
 from paceline.http.errors import HttpError
 from paceline.web.what_if.storage import MOST_PLACES, Owner, Places, sweep
 
-pytestmark = pytest.mark.anyio
-
 # makes a place, says so, and waits
 HOLDS = (
     "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"

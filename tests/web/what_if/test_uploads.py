@@ -12,8 +12,6 @@ from paceline.cli.flags.settings import TRACE_PROCESS
 from paceline.web.what_if import trace as module
 from tests.web.what_if.helpers import PATH, TRACE, Ask, configured, script
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_what_cannot_be_simulated_is_refused_when_it_is_sent(ask: Ask) -> None:
     asker = ask(configured(check=TRACE_PROCESS))

@@ -12,8 +12,6 @@ from paceline.gateway import EngineConfig, GatewayConfig
 from tests.gateway.fault_server import Step, scripted
 from tests.gateway.helpers import CHAT, chat, configured, gateway_over
 
-pytestmark = pytest.mark.anyio
-
 COUNT = "/v1/messages/count_tokens"
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 SAID = b'{"id":"x","model":"m","choices":[{"index":0,"message":{"content":"hi"}}]}'

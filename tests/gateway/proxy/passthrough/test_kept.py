@@ -22,8 +22,6 @@ from paceline.http.listening import bind
 from tests.gateway.helpers import gateway_over
 from tests.server.batches.serving import running
 
-pytestmark = pytest.mark.anyio
-
 RESPONSES = "/v1/responses"
 ASKED = {"model": "null", "input": "hi", "max_output_tokens": 3}
 LINE = {

@@ -35,8 +35,6 @@ from tests.gateway.upstreams.dialects.samples import (
     azure_chunks,
 )
 
-pytestmark = pytest.mark.anyio
-
 WORDS = ("Once", " upon", " a", " time", ".")
 
 

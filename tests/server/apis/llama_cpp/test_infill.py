@@ -13,8 +13,6 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.apis.llama_cpp.info import fim_tokens
 from tests.server.helpers import connect
 
-pytestmark = pytest.mark.anyio
-
 
 class FimTokenizer(ByteTokenizer):
     """With the tokens of Qwen2.5-Coder."""

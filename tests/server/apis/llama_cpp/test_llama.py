@@ -22,8 +22,6 @@ from paceline.server.transport.responses import UNSERVED_METHODS
 from tests.server.helpers import VOCAB, chat_prompt, connect, events, expected_text
 from tests.server.test_api_doc import RULES
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/completion"
 LETTER_A = ord("a")
 

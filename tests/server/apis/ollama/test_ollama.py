@@ -24,8 +24,6 @@ from paceline.server.protocol.tool_calls import Call
 from tests.server.helpers import VOCAB, chat_prompt, connect, expected_text
 from tests.server.test_api_doc import RULES
 
-pytestmark = pytest.mark.anyio
-
 CHAT, GENERATE = "/api/chat", "/api/generate"
 MESSAGES = [{"role": "user", "content": "hi"}]
 

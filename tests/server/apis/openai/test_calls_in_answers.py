@@ -16,8 +16,6 @@ from paceline.server.apis.openai import chat_deltas
 from tests.server.apis.test_anthropic import typed_events
 from tests.server.helpers import VOCAB, chat_body, connect, events
 
-pytestmark = pytest.mark.anyio
-
 CHAT, RESPONSES, MESSAGES, OLLAMA = (
     "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
 )  # fmt: skip

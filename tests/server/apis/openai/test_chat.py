@@ -7,7 +7,6 @@ import pytest
 
 from tests.server.helpers import chat_body, chat_prompt, events, expected_text, metric, say, scrape
 
-pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
 
 

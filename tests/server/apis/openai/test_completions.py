@@ -8,7 +8,6 @@ import pytest
 from paceline.engine.testing import ByteTokenizer
 from tests.server.helpers import events, expected_text, say
 
-pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
 
 

@@ -12,8 +12,6 @@ from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, connect
 
-pytestmark = pytest.mark.anyio
-
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 IGNORED = "x-paceline-ignored-fields"
 BODIES: dict[str, dict[str, Any]] = {

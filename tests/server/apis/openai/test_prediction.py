@@ -12,8 +12,6 @@ from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, connect, events, metric, scrape
 
-pytestmark = pytest.mark.anyio
-
 CHAT = "/v1/chat/completions"
 OFF = {"method": "off"}
 # lower-case letters, so that text and tokens are the same

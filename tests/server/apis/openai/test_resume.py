@@ -9,8 +9,6 @@ import pytest
 
 from tests.server.helpers import chat_body, events
 
-pytestmark = pytest.mark.anyio
-
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES = {
     CHAT: chat_body(max_tokens=24, temperature=1.0, seed=5, frequency_penalty=0.5),

@@ -15,8 +15,6 @@ from paceline.server import ServerConfig, create_app
 from tests.server.apis.test_anthropic import typed_events
 from tests.server.helpers import VOCAB, chat_body, connect, events
 
-pytestmark = pytest.mark.anyio
-
 CHAT = "/v1/chat/completions"
 THOUGHTS, ANSWER = "Let me see. ", "Four."
 SCRIPT = f"<think>\n{THOUGHTS}\n</think>\n\n{ANSWER}"

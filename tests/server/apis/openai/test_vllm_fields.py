@@ -17,8 +17,6 @@ from paceline.errors import ConfigError
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, connect, events, expected_text
 
-pytestmark = pytest.mark.anyio
-
 CHAT = "/v1/chat/completions"
 
 

@@ -18,8 +18,6 @@ from paceline.server.generation.response_store import ResponseStore, StoredRespo
 from tests.server.apis.test_anthropic import typed_events
 from tests.server.helpers import VOCAB, chat_prompt, connect, expected_text
 
-pytestmark = pytest.mark.anyio
-
 TOOL = {
     "type": "function",
     "name": "weather",
