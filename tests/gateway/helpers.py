@@ -6,7 +6,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ from paceline.gateway.streams.openai_stream import OpenAIStreamRelay, StreamRela
 from paceline.gateway.streams.passthrough_stream import PASSTHROUGH
 from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.listening import bind
-from tests.gateway.fault_server import Engine, Step, chat_chunks
+from tests.gateway.fault_server import Engine, Step, chat_chunks, scripted
 
 __all__ = [
     "CHAT",
@@ -33,6 +33,7 @@ __all__ = [
     "pieces",
     "prefer_others",
     "refused",
+    "serving",
     "streamed",
     "text_of",
     "until",
@@ -109,6 +110,27 @@ async def gateway_over(
         server.stop()
         await serving
         await gateway.close()
+
+
+@asynccontextmanager
+async def serving(
+    *scripts: Step | tuple[Step, ...],
+    callers: tuple[ApiKey, ...] = (),
+    metrics: str = "",
+    **fields: Any,
+) -> AsyncIterator[Any]:
+    """Engines e1, e2, ... that play these scripts, a gateway over them, and a client of it.
+
+    ``callers`` are those with keys, if any; ``metrics`` are those of each engine, ``fields`` those
+    of the configuration.
+    """
+    async with AsyncExitStack() as stack:
+        engines: list[Engine] = []
+        for script in scripts:
+            steps = (script,) if isinstance(script, Step) else script
+            engines.append(await stack.enter_async_context(scripted(*steps, metrics=metrics)))
+        over = gateway_over(configured(*engines, **fields), callers)
+        yield *engines, *await stack.enter_async_context(over)
 
 
 def prefer_others(gateway: Any, name: str) -> None:

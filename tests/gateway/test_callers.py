@@ -25,6 +25,7 @@ from tests.gateway.helpers import (
     gateway_over,
     is_clean,
     pieces,
+    serving,
     until,
 )
 
@@ -33,7 +34,7 @@ async def test_streams_asked_for_ahead_come_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On one connection; each ends once, and nothing of it is held when the next one begins."""
-    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
+    async with serving(GOOD) as (_, gateway, client):
         find = gateway.routes.find
         held = list[int]()
 
@@ -67,7 +68,7 @@ async def test_streams_asked_for_ahead_come_one_after_the_other(
 async def test_a_fault_of_ours_holds_nothing(
     monkeypatch: pytest.MonkeyPatch, fails: tuple[type, str]
 ) -> None:
-    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
+    async with serving(GOOD) as (_, gateway, client):
         settled: list[Any] = []
         settle = gateway._admission.settle
 
@@ -87,10 +88,7 @@ async def test_a_fault_of_ours_holds_nothing(
 
 
 async def test_a_caller_who_hangs_up_ends_the_work() -> None:
-    async with (
-        scripted(pieces(2, then="stall")) as engine,
-        gateway_over(configured(engine)) as (gateway, client),
-    ):
+    async with serving(pieces(2, then="stall")) as (engine, gateway, client):
         async with client.stream("POST", CHAT, json=chat(stream=True)) as response:
             assert response.status_code == 200
             await response.aiter_raw().__anext__()
@@ -112,10 +110,7 @@ async def test_who_sends_ahead_is_answered_in_order() -> None:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{more}"
         return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
-    async with (
-        scripted(GOOD, WHOLE, GOOD, WHOLE) as engine,
-        gateway_over(configured(engine)) as (_, client),
-    ):
+    async with serving((GOOD, WHOLE, GOOD, WHOLE)) as (_, _, client):
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(request(True) + request(False) + request(True, "connection: close\r\n"))
         said = await asyncio.wait_for(reader.read(), 10.0)

@@ -26,6 +26,7 @@ from tests.gateway.helpers import (
     pieces,
     prefer_others,
     refused,
+    serving,
     streamed,
     text_of,
     until,
@@ -38,11 +39,7 @@ async def test_08_nothing_is_said_twice_and_no_space_is_lost_at_the_seam(cut: in
     words = ("Once ", "upon  ", "a", " time")
     dies = Step(parts=chat_chunks(words, ids=False)[: cut + 1], then="cut")
     rest = Step(parts=chat_chunks(words[cut:], ids=False, created=2))
-    async with (
-        scripted(dies, metrics=VLLM) as one,
-        scripted(rest, metrics=VLLM) as two,
-        gateway_over(configured(one, two, resume_by_text=True)) as (gateway, client),
-    ):
+    async with serving(dies, rest, metrics=VLLM, resume_by_text=True) as (_, two, gateway, client):
         prefer_others(gateway, "e2")
         told = streamed(await client.post(CHAT, json=chat(stream=True)))
         assert text_of(told) == "Once upon  a time"
@@ -71,7 +68,7 @@ async def test_09_usage_is_neither_lost_nor_doubled_nor_made_up() -> None:
         ((event(choices=[end]),), []),
     ):
         step = Step(parts=(*parts, b"data: [DONE]\n\n"))
-        async with scripted(step) as one, gateway_over(configured(one)) as (_, client):
+        async with serving(step) as (_, _, client):
             told = streamed(await client.post(CHAT, json=asked))
             assert [c["usage"] for c in told[:-1] if c.get("usage")] == found
 
@@ -178,11 +175,7 @@ async def test_12_the_model_for_long_prompts_takes_what_was_estimated_too_short(
     too_long = Step(
         status=400, parts=(json.dumps({"error": TOO_LONG["vllm"]}).encode(),), stream=False
     )
-    async with (
-        scripted(too_long) as short,
-        scripted(WHOLE) as long,
-        gateway_over(configured(short, long, models=models)) as (_, client),
-    ):
+    async with serving(too_long, WHOLE, models=models) as (_, long, _, client):
         answer = await client.post(CHAT, json=chat(model="chat"))
         assert answer.status_code == 200 and answer.json()["model"] == "chat"
         assert answer.headers["x-paceline-fallback"] == "m"
@@ -246,7 +239,7 @@ async def test_19_every_shape_of_a_streamed_call_goes_through(shape: str, none: 
     sent += [{"id": "x", "model": "m", "choices": [choice]} for choice in choices]
     parts = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in sent]
     step = Step(parts=(b": hello\n\n", *parts, b": bye\n\n", b"data: [DONE]\n\n"))
-    async with scripted(step) as one, gateway_over(configured(one)) as (_, client):
+    async with serving(step) as (one, _, client):
         told = streamed(await client.post(CHAT, json=chat(stream=True)))
         assert told == [*sent, "[DONE]"]
         # cut before the finish reason it is no whole call

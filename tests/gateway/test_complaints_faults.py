@@ -26,6 +26,7 @@ from tests.gateway.helpers import (
     pieces,
     prefer_others,
     refused,
+    serving,
     streamed,
     text_of,
     until,
@@ -87,13 +88,7 @@ async def test_01_counters_do_not_leak_when_callers_hang_up_or_time_runs_out() -
 
 async def test_03_an_engine_that_hangs_holds_no_caller_for_ever() -> None:
     never = replace(WHOLE, delay=60.0)
-    async with (
-        scripted(never) as hangs,
-        gateway_over(configured(hangs, first_byte_timeout=0.3, max_attempts=1)) as (
-            gateway,
-            client,
-        ),
-    ):
+    async with serving(never, first_byte_timeout=0.3, max_attempts=1) as (_, gateway, client):
         began = time.monotonic()
         sent = [client.post(CHAT, json=chat(stream=n % 2 == 0)) for n in range(100)]
         answers = await asyncio.gather(*sent)
@@ -167,10 +162,7 @@ async def test_06_all_are_paused_and_one_is_free_in_a_moment() -> None:
         # it waited for the first one instead of failing
         assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e1"
         assert time.monotonic() - began > 0.2 and len(two.bodies) == 1
-    async with (
-        scripted(refused(429, retry_after="60")) as one,
-        gateway_over(configured(one)) as (_, client),
-    ):
+    async with serving(refused(429, retry_after="60")) as (one, _, client):
         assert (await client.post(CHAT, json=chat())).status_code == 429
         began = time.monotonic()
         late = await client.post(CHAT, json=chat())
@@ -179,10 +171,7 @@ async def test_06_all_are_paused_and_one_is_free_in_a_moment() -> None:
 
 
 async def test_06_a_request_that_waits_may_leave() -> None:
-    async with (
-        scripted(refused(429, retry_after="3"), WHOLE) as one,
-        gateway_over(configured(one)) as (gateway, client),
-    ):
+    async with serving((refused(429, retry_after="3"), WHOLE)) as (one, gateway, client):
         await client.post(CHAT, json=chat())
         waits = asyncio.ensure_future(client.post(CHAT, json=chat()))
         await until(lambda: gateway.in_flight == 1)
@@ -207,7 +196,7 @@ _EVENTS = {
 @pytest.mark.parametrize("path", _EVENTS)
 async def test_07_a_death_in_the_middle_is_no_success_in_any_api(path: str) -> None:
     dies = Step(parts=_EVENTS[path], then="cut")
-    async with scripted(dies) as one, gateway_over(configured(one)) as (_, client):
+    async with serving(dies) as (_, _, client):
         answer = await client.post(path, json={"model": "m", "stream": True, "prompt": "x"})
         assert "error" in answer.text.rpartition("\n\ndata: [DONE]")[0] or "error" in answer.text
         assert '"finish_reason":"stop"' not in answer.text and "message_stop" not in answer.text
@@ -237,11 +226,7 @@ async def test_07_what_the_caller_forbids_is_not_done_in_any_api(path: str) -> N
 
 
 async def test_07_a_resume_that_is_forbidden_is_an_error() -> None:
-    async with (
-        scripted(pieces(2), metrics=PACELINE_METRICS) as dies,
-        scripted(GOOD, metrics=PACELINE_METRICS) as lives,
-        gateway_over(configured(dies, lives)) as (gateway, client),
-    ):
+    async with serving(pieces(2), GOOD, metrics=PACELINE_METRICS) as (_, lives, gateway, client):
         prefer_others(gateway, "e2")
         headers = {"x-paceline-allow": "retry, fallback"}
         told = streamed(await client.post(CHAT, json=chat(stream=True), headers=headers))
@@ -251,7 +236,7 @@ async def test_07_a_resume_that_is_forbidden_is_an_error() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_10_an_engine_stops_when_the_caller_is_gone(stream: bool) -> None:
     step = replace(pieces(2, then="stall"), stream=stream)
-    async with scripted(step) as one, gateway_over(configured(one)) as (gateway, client):
+    async with serving(step) as (one, gateway, client):
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=stream)))
         await until(lambda: bool(one.bodies))
         sent.cancel()
@@ -261,11 +246,7 @@ async def test_10_an_engine_stops_when_the_caller_is_gone(stream: bool) -> None:
 
 async def test_17_a_breaker_that_is_half_open_lets_one_through() -> None:
     dead = refused(500)
-    async with (
-        scripted(dead) as one,
-        scripted(replace(WHOLE, delay=0.05)) as two,
-        gateway_over(configured(one, two)) as (gateway, client),
-    ):
+    async with serving(dead, replace(WHOLE, delay=0.05)) as (one, _, gateway, client):
         state = gateway.upstreams.by_name["e1"].standings.of("m", gateway.now())
         state.breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=0.15))
         prefer_others(gateway, "e2")
@@ -294,17 +275,13 @@ async def test_17_a_breaker_that_is_half_open_lets_one_through() -> None:
 async def test_20_an_end_of_file_is_no_stop(frame: bytes) -> None:
     said = b"".join(chat_chunks(WORDS, ids=False)[:3])
     raw = (frame % said).replace(b"%x", b"%x" % len(said))
-    async with scripted(Step(raw=raw)) as one, gateway_over(configured(one)) as (_, client):
+    async with serving(Step(raw=raw)) as (_, _, client):
         told = streamed(await client.post(CHAT, json=chat(stream=True)))
         assert text_of(told) == "Once upon" and told[-2]["error"]["code"] == "engine_failed"
         assert not any(c.get("finish_reason") for t in told[:-2] for c in t.get("choices", ()))
     # an answer that is not streamed and half there is none at all
     half = Step(raw=b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n" + b'{"choices":[{"te')
-    async with (
-        scripted(half) as one,
-        scripted(WHOLE) as two,
-        gateway_over(configured(one, two)) as (gateway, client),
-    ):
+    async with serving(half, WHOLE) as (_, _, gateway, client):
         prefer_others(gateway, "e2")
         answer = await client.post(CHAT, json=chat())
         assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e2"

@@ -29,18 +29,13 @@ from tests.gateway.helpers import (
     gateway_over,
     prefer_others,
     refused,
+    serving,
     until,
 )
 
 
 async def test_02_a_metric_that_was_renamed_is_unknown_and_not_zero() -> None:
-    async with (
-        scripted(WHOLE, metrics=VLLM) as engine,
-        gateway_over(configured(engine)) as (
-            gateway,
-            client,
-        ),
-    ):
+    async with serving(WHOLE, metrics=VLLM) as (engine, gateway, client):
         state = gateway.upstreams.by_name["e1"]
         assert state.load.pressure is not None and state.load.pressure.kv == 0.9
         engine.metrics = VLLM.replace("kv_cache_usage_perc", "renamed_again")
@@ -134,10 +129,7 @@ async def test_14_a_budget_of_tokens_is_neither_overrun_at_once_nor_charged_twic
 
 
 async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
-    async with (
-        scripted(WHOLE, metrics=PACELINE_METRICS) as one,
-        gateway_over(configured(one)) as (gateway, client),
-    ):
+    async with serving(WHOLE, metrics=PACELINE_METRICS) as (_, gateway, client):
         state = gateway.upstreams.by_name["e1"]
         state.load.prefixes._memory = 50
 
@@ -176,11 +168,7 @@ async def test_16_a_burst_is_spread() -> None:
 
 
 async def test_16_a_broken_engine_that_is_empty_attracts_nothing() -> None:
-    async with (
-        scripted(refused(500)) as broken,
-        scripted(replace(WHOLE, delay=0.02)) as good,
-        gateway_over(configured(broken, good)) as (gateway, client),
-    ):
+    async with serving(refused(500), replace(WHOLE, delay=0.02)) as (broken, good, gateway, client):
         for _ in range(40):
             assert (await client.post(CHAT, json=chat())).status_code == 200
         # until its breaker opens
@@ -190,11 +178,7 @@ async def test_16_a_broken_engine_that_is_empty_attracts_nothing() -> None:
 
 async def test_16_a_whole_conversation_counts_and_not_its_first_message() -> None:
     system = {"role": "system", "content": "You are helpful. " * 40}
-    async with (
-        scripted(WHOLE, metrics=PACELINE_METRICS) as one,
-        scripted(WHOLE, metrics=PACELINE_METRICS) as two,
-        gateway_over(configured(one, two)) as (gateway, client),
-    ):
+    async with serving(WHOLE, WHOLE, metrics=PACELINE_METRICS) as (one, two, gateway, client):
         turns = [{"role": "user", "content": f"{name} " * 400} for name in "ab"]
         prefer_others(gateway, "e2")
         await client.post(CHAT, json=chat(messages=[system, turns[0]]))
@@ -210,10 +194,7 @@ async def test_16_a_whole_conversation_counts_and_not_its_first_message() -> Non
 
 
 async def test_18_no_first_token_waits_for_a_fixed_time_under_many_connections() -> None:
-    async with (
-        scripted(replace(WHOLE, delay=0.01)) as one,
-        gateway_over(configured(one)) as (gateway, client),
-    ):
+    async with serving(replace(WHOLE, delay=0.01)) as (_, gateway, client):
         seconds: list[float] = []
 
         async def ask() -> None:

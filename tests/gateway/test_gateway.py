@@ -27,6 +27,7 @@ from tests.gateway.helpers import (
     pieces,
     prefer_others,
     refused,
+    serving,
     streamed,
     text_of,
     until,
@@ -34,7 +35,7 @@ from tests.gateway.helpers import (
 
 
 async def test_an_answer_comes_through_as_it_is() -> None:
-    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(GOOD) as (engine, _, client):
         response = await client.post(CHAT, json=chat(stream=True, top_k=5, odd=[1]))
         told = streamed(response)
         assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
@@ -62,11 +63,7 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
         # not isinstance: some modules' objects warn when they are asked for their class
         return [type(each).__name__ for each in gc.get_objects() if type(each) in kinds]
 
-    async with (
-        scripted(*fails[:1], good) as one,
-        scripted(*fails[1:], good) as two,
-        gateway_over(configured(one, two)) as (gateway, client),
-    ):
+    async with serving([*fails[:1], good], [*fails[1:], good]) as (_, _, gateway, client):
         gc.collect()
         gc.disable()
         try:
@@ -83,7 +80,7 @@ async def test_a_stream_that_came_whole_counts_as_one(
 ) -> None:
     """Of a long body, too, whose connection a task watches meanwhile."""
     said = [{"role": "user", "content": "x" * size}]
-    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
+    async with serving(GOOD) as (_, gateway, client):
         ended, seen = gateway.metrics.ended, list[str]()
 
         def note(*told: Any) -> None:
@@ -99,10 +96,7 @@ async def test_a_stream_that_came_whole_counts_as_one(
 
 
 async def test_ids_and_usage_are_shown_to_who_asked() -> None:
-    async with (
-        scripted(GOOD, metrics=PACELINE_METRICS) as engine,
-        gateway_over(configured(engine)) as (_, client),
-    ):
+    async with serving(GOOD, metrics=PACELINE_METRICS) as (engine, _, client):
         plain = await client.post(CHAT, json=chat(stream=True))
         assert "token_ids" not in plain.text and "usage" not in plain.text
         assert engine.bodies[0]["return_token_ids"] is True
@@ -139,11 +133,7 @@ async def test_a_stream_goes_on_at_another_engine(cut: int) -> None:
 
 
 async def test_before_its_first_word_it_begins_anew() -> None:
-    async with (
-        scripted(pieces(0), metrics=PACELINE_METRICS) as dies,
-        scripted(GOOD, metrics=PACELINE_METRICS) as lives,
-        gateway_over(configured(dies, lives)) as (gateway, client),
-    ):
+    async with serving(pieces(0), GOOD, metrics=PACELINE_METRICS) as (dies, lives, gateway, client):
         told = await _first_to(gateway, client, dies, "e2")
         assert text_of(told) == "".join(WORDS)
         assert "resume_output_ids" not in lives.bodies[0]
@@ -163,7 +153,7 @@ async def test_before_its_first_word_it_begins_anew() -> None:
     ],
 )
 async def test_what_cannot_go_on_says_so(step: Step, why: str) -> None:
-    async with scripted(step) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(step) as (_, _, client):
         told = streamed(await client.post(CHAT, json=chat(stream=True)))
         assert text_of(told) == "Once upon", why
         error = told[-2]["error"]
@@ -173,10 +163,7 @@ async def test_what_cannot_go_on_says_so(step: Step, why: str) -> None:
 
 async def test_a_missing_end_after_the_finish_reason_is_no_fault() -> None:
     step = Step(parts=chat_chunks(WORDS, done=False, usage=False), then="cut")
-    async with (
-        scripted(step, metrics=PACELINE_METRICS) as engine,
-        gateway_over(configured(engine)) as (_, client),
-    ):
+    async with serving(step, metrics=PACELINE_METRICS) as (_, _, client):
         asked = chat(stream=True, stream_options={"include_usage": True})
         told = streamed(await client.post(CHAT, json=asked))
         assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
@@ -189,22 +176,14 @@ async def test_a_missing_end_after_the_finish_reason_is_no_fault() -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 529])
 async def test_a_refusal_goes_elsewhere(status: int) -> None:
-    async with (
-        scripted(refused(status)) as refuses,
-        scripted(GOOD) as takes,
-        gateway_over(configured(refuses, takes)) as (gateway, client),
-    ):
+    async with serving(refused(status), GOOD) as (refuses, takes, gateway, client):
         told = await _first_to(gateway, client, refuses, "e2")
         assert text_of(told) == "".join(WORDS) and len(takes.bodies) == 1
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 async def test_the_callers_fault_is_told_as_the_engine_said_it(status: int) -> None:
-    async with (
-        scripted(refused(status)) as one,
-        scripted(refused(status)) as two,
-        gateway_over(configured(one, two)) as (gateway, client),
-    ):
+    async with serving(refused(status), refused(status)) as (one, two, gateway, client):
         response = await client.post(CHAT, json=chat(stream=True))
         assert response.status_code == status
         assert response.json()["error"]["message"] == f"no: {status}"
@@ -240,18 +219,14 @@ async def test_at_most_three_attempts() -> None:
 
 async def test_the_caller_can_forbid_it() -> None:
     headers = {"x-paceline-allow": "fallback"}
-    async with (
-        scripted(refused(503)) as one,
-        scripted(refused(503)) as two,
-        gateway_over(configured(one, two)) as (_, client),
-    ):
+    async with serving(refused(503), refused(503)) as (one, two, _, client):
         response = await client.post(CHAT, json=chat(), headers=headers)
         assert response.status_code == 503
         assert len(one.bodies) + len(two.bodies) == 1
 
 
 async def test_the_gateways_own_key_is_not_the_callers_trouble() -> None:
-    async with scripted(refused(401)) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(refused(401)) as (_, _, client):
         response = await client.post(CHAT, json=chat())
         assert response.status_code == 502
         assert "refused the gateway's credentials" in response.json()["error"]["message"]
@@ -325,7 +300,7 @@ async def test_other_apis_begin_anew_until_something_is_said() -> None:
 async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
     """However short a time ago it was used; one that is new, and closes, is one."""
     closes = Step(raw=b"")
-    async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
+    async with serving(WHOLE) as (engine, gateway, client):
         state = gateway.upstreams.by_name["e1"]
         for idle, status in ((30.0, 503), (3.0, 200), (0.0, 200)):
             engine.script[:] = [WHOLE]
@@ -346,7 +321,7 @@ async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
 async def test_a_fault_of_ours_at_the_end_of_an_answer_ends_the_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
+    async with serving(WHOLE) as (_, gateway, client):
         state: Any = gateway.upstreams.by_name["e1"]
 
         class _Broken(type(state.dialect)):  # type: ignore[misc]

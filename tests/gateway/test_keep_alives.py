@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from paceline.gateway.settings.config import EngineKind
-from tests.gateway.fault_server import Step, chat_chunks, scripted
+from tests.gateway.fault_server import Step, chat_chunks
 from tests.gateway.helpers import (
     CHAT,
     WORDS,
     chat,
-    configured,
-    gateway_over,
     is_clean,
     make_relay,
+    serving,
     streamed,
     text_of,
     until,
@@ -199,10 +198,7 @@ def test_counts_without_a_list_of_choices(choices: dict[str, Any]) -> None:
 
 async def test_a_caller_reads_the_whole_answer_of_an_engine_that_falls_silent() -> None:
     step = Step(parts=(b"data:\n\n", *CHATS[:-2], ERRORS[3]), then="stall")
-    async with (
-        scripted(step) as engine,
-        gateway_over(configured(engine, stall_timeout=0.2)) as (gateway, client),
-    ):
+    async with serving(step, stall_timeout=0.2) as (engine, gateway, client):
         found = streamed(await client.post(CHAT, json=chat(stream=True)))
         assert text_of(found) == "".join(WORDS) and found[-1] == "[DONE]"
         assert not any("error" in part for part in found)

@@ -17,6 +17,7 @@ from tests.gateway.helpers import (
     configured,
     gateway_over,
     refused,
+    serving,
     until,
 )
 
@@ -75,7 +76,7 @@ async def test_who_fails_a_request_is_asked_for_its_models_soon(
 
 
 async def test_bounds_hold_while_a_new_engine_is_still_being_asked() -> None:
-    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, _):
+    async with serving(GOOD) as (engine, gateway, _):
         assert not gateway.upstreams.has_bounds
         before = gateway.upstreams.by_name["e1"]
         engine.frozen = True

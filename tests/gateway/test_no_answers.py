@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gateway.fault_server import Step, scripted
+from tests.gateway.fault_server import Step
 from tests.gateway.helpers import (
     CHAT,
     GOOD,
     WHOLE,
     WORDS,
     chat,
-    configured,
-    gateway_over,
     prefer_others,
+    serving,
     streamed,
     text_of,
 )
@@ -59,11 +58,7 @@ ASKED = [(False, name) for name in NO_ANSWERS] + [(True, name) for name in NO_ST
 @pytest.mark.parametrize(("stream", "name"), ASKED)
 async def test_what_is_no_answer_is_asked_for_elsewhere(stream: bool, name: str) -> None:
     step, why = (NO_STREAMS if stream else NO_ANSWERS)[name]
-    async with (
-        scripted(step) as bad,
-        scripted(GOOD if stream else WHOLE) as good,
-        gateway_over(configured(bad, good)) as (gateway, client),
-    ):
+    async with serving(step, GOOD if stream else WHOLE) as (_, _, gateway, client):
         prefer_others(gateway, "e2")
         answer = await client.post(CHAT, json=chat(stream=stream))
         assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e2"
@@ -71,7 +66,7 @@ async def test_what_is_no_answer_is_asked_for_elsewhere(stream: bool, name: str)
             assert text_of(streamed(answer)) == "".join(WORDS)
         else:
             assert answer.json()["choices"][0]["message"]["content"] == "hi"
-    async with scripted(step) as bad, gateway_over(configured(bad)) as (_, client):
+    async with serving(step) as (_, _, client):
         answer = await client.post(CHAT, json=chat(stream=stream))
         assert answer.status_code == 503 and why in answer.json()["error"]["message"]
 
@@ -86,27 +81,19 @@ async def test_neither_an_answer_nor_a_refusal_is_asked_for_elsewhere(
     head = b"HTTP/1.1 %d X\r\nlocation: http://127.0.0.1:9/\r\n" % status
     head += b"" if status in (204, 304) else b"content-length: 2\r\n"
     step = Step(raw=head + b"\r\n" + body)
-    async with (
-        scripted(step) as bad,
-        scripted(GOOD if stream else WHOLE) as good,
-        gateway_over(configured(bad, good)) as (gateway, client),
-    ):
+    async with serving(step, GOOD if stream else WHOLE) as (bad, _, gateway, client):
         prefer_others(gateway, "e2")
         answer = await client.post(CHAT, json=chat(stream=stream))
         assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e2"
         assert len(bad.bodies) == 1, "it was asked first"
-    async with scripted(step) as bad, gateway_over(configured(bad)) as (_, client):
+    async with serving(step) as (_, _, client):
         answer = await client.post(CHAT, json=chat(stream=stream))
         assert answer.status_code == 502
         assert f"engine e1 answered with status {status}" in answer.json()["error"]["message"]
 
 
 async def test_where_all_engines_redirect_the_last_one_is_named() -> None:
-    async with (
-        scripted(_status(307)) as first,
-        scripted(_status(202)) as second,
-        gateway_over(configured(first, second)) as (gateway, client),
-    ):
+    async with serving(_status(307), _status(202)) as (first, second, gateway, client):
         prefer_others(gateway, "e2")
         answer = await client.post(CHAT, json=chat())
         assert answer.status_code == 502 and len(first.bodies) == len(second.bodies) == 1
@@ -114,9 +101,6 @@ async def test_where_all_engines_redirect_the_last_one_is_named() -> None:
 
 
 async def test_a_stream_that_says_not_what_it_is_is_taken_for_one() -> None:
-    async with (
-        scripted(Step(raw=UNNAMED)) as engine,
-        gateway_over(configured(engine)) as (_, client),
-    ):
+    async with serving(Step(raw=UNNAMED)) as (_, _, client):
         answer = await client.post(CHAT, json=chat(stream=True))
         assert text_of(streamed(answer)) == "".join(WORDS)

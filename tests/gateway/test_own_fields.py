@@ -19,6 +19,7 @@ from tests.gateway.helpers import (
     gateway_over,
     is_clean,
     prefer_others,
+    serving,
     streamed,
     text_of,
 )
@@ -72,10 +73,7 @@ async def test_a_field_that_the_caller_did_not_send_is_left_out(path: str, refus
 async def test_a_refusal_that_stays_is_the_callers() -> None:
     """It may repeat the request, with all its fields; then nothing is left out of others."""
     echo = refusing({"loc": ["body", "top_p"], "msg": "at most 1", "input": {"stream_options": {}}})
-    async with (
-        scripted(echo) as engine,
-        gateway_over(configured(engine, kinds={"e1": "openai"})) as (_, client),
-    ):
+    async with serving(echo, kinds={"e1": "openai"}) as (engine, _, client):
         for sent in (2, 4):
             answer = await client.post(CHAT, json=chat(stream=True, top_p=3))
             assert answer.status_code == 422 and len(engine.bodies) == sent
@@ -132,11 +130,7 @@ async def test_a_second_engine_is_asked_again_too(refusal: Step) -> None:
 async def test_a_refusal_in_a_stream_is_one(code: Any) -> None:
     error = {"error": {"message": "n must be 1", "code": code}}
     step = Step(parts=(f"data: {json.dumps(error)}\n\n".encode(),))
-    async with (
-        scripted(step) as first,
-        scripted(WHOLE) as second,
-        gateway_over(configured(first, second)) as (gateway, client),
-    ):
+    async with serving(step, WHOLE) as (_, second, gateway, client):
         prefer_others(gateway, "e2")
         answer = await client.post(CHAT, json=chat(stream=True))
         if code == 500:

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.gateway.upstreams import registry
 from tests.gateway.fault_server import PACELINE_METRICS, scripted
-from tests.gateway.helpers import CHAT, GOOD, VLLM, configured, gateway_over, until
+from tests.gateway.helpers import CHAT, GOOD, VLLM, configured, gateway_over, serving, until
 from tests.gateway.upstreams.test_capabilities import (
     knows_neither,
     old_template,
@@ -76,10 +76,7 @@ async def test_another_kind_of_engine_at_the_same_address() -> None:
 
 async def test_a_process_that_began_later_is_another() -> None:
     """Where a proxy keeps the connection."""
-    async with (
-        scripted(GOOD, metrics=began(1000.0)) as engine,
-        gateway_over(configured(engine)) as (gateway, _),
-    ):
+    async with serving(GOOD, metrics=began(1000.0)) as (engine, gateway, _):
         one = await probed(gateway)
         one.load.prefixes.add([1, 2, 3])
         engine.pages = {"/tokenize": lambda asked: {"count": 3, "max_model_len": 77}}

@@ -18,6 +18,7 @@ from tests.gateway.helpers import (
     chat,
     configured,
     gateway_over,
+    serving,
     streamed,
     text_of,
 )
@@ -39,10 +40,7 @@ async def test_callers_headers_stay_with_the_gateway() -> None:
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     }
     ann = ApiKey.of("ann", "user", "secret-ann")
-    async with (
-        scripted(WHOLE, metrics=PACELINE_METRICS) as engine,
-        gateway_over(configured(engine), (ann,)) as (_, client),
-    ):
+    async with serving(WHOLE, callers=(ann,), metrics=PACELINE_METRICS) as (engine, _, client):
         assert (await client.post(CHAT, json=chat(), headers=forged)).status_code == 200
         (seen,) = engine.headers
         assert seen["traceparent"] == forged["traceparent"]
@@ -86,10 +84,7 @@ async def test_an_upgrade_costs_no_body() -> None:
 
 async def test_engines_headers_stay_there_too() -> None:
     names = (("set-cookie", "a=b"), ("server", "x"), ("x-internal", "10.0.0.1"), ("via", "y"))
-    async with (
-        scripted(Step(parts=(ANSWER,), stream=False, headers=names)) as engine,
-        gateway_over(configured(engine)) as (_, client),
-    ):
+    async with serving(Step(parts=(ANSWER,), stream=False, headers=names)) as (_, _, client):
         answer = await client.post(CHAT, json=chat())
         assert not {name for name, _ in names} & set(answer.headers)
 
@@ -135,7 +130,7 @@ async def test_a_url_in_a_request_leads_nowhere(monkeypatch: pytest.MonkeyPatch)
 async def test_a_redirect_is_not_followed() -> None:
     async with scripted(WHOLE) as other:
         moved = Step(status=307, headers=(("location", other.url + CHAT),), stream=False)
-        async with scripted(moved) as engine, gateway_over(configured(engine)) as (_, client):
+        async with serving(moved) as (_, _, client):
             answer = await client.post(CHAT, json=chat())
             assert answer.status_code == 502 and not other.bodies
 
@@ -151,7 +146,7 @@ async def test_a_redirect_is_not_followed() -> None:
     ],
 )
 async def test_a_head_with_two_meanings_is_refused(head: str) -> None:
-    async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(WHOLE) as (engine, _, client):
         port = client.base_url.port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
@@ -182,7 +177,7 @@ async def test_other_peoples_keys_share_no_cache(monkeypatch: pytest.MonkeyPatch
 
 async def test_what_an_engine_says_is_bounded() -> None:
     endless = Step(parts=(b"data: " + b"x" * 600_000, b"x" * 600_000), then="stall")
-    async with scripted(endless) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(endless) as (_, _, client):
         answer = await client.post(CHAT, json=chat(stream=True))
         assert answer.status_code == 503
         assert "more than" in answer.json()["error"]["message"]
@@ -190,15 +185,12 @@ async def test_what_an_engine_says_is_bounded() -> None:
 
 async def test_a_long_head_of_an_engine_is_cut() -> None:
     raw = b"HTTP/1.1 200 OK\r\n" + b"x: " + b"y" * 100_000 + b"\r\n\r\n"
-    async with (
-        scripted(Step(raw=raw)) as engine,
-        gateway_over(configured(engine)) as (_, client),
-    ):
+    async with serving(Step(raw=raw)) as (_, _, client):
         assert (await client.post(CHAT, json=chat())).status_code == 503
 
 
 async def test_pages_of_other_origins_may_not_send() -> None:
-    async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(WHOLE) as (engine, _, client):
         for headers in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
             answer = await client.post(CHAT, json=chat(), headers=headers)
             assert answer.status_code == 403
@@ -206,10 +198,7 @@ async def test_pages_of_other_origins_may_not_send() -> None:
 
 
 async def test_bodies_are_bounded() -> None:
-    async with (
-        scripted(WHOLE) as engine,
-        gateway_over(configured(engine, max_body_size=2000)) as (_, client),
-    ):
+    async with serving(WHOLE, max_body_size=2000) as (engine, _, client):
         long: dict[str, Any] = chat(messages=[{"role": "user", "content": "x" * 3000}])
         assert (await client.post(CHAT, json=long)).status_code == 413
 

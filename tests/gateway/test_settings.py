@@ -25,6 +25,7 @@ from tests.gateway.helpers import (
     pieces,
     prefer_others,
     refused,
+    serving,
     streamed,
     text_of,
     until,
@@ -33,11 +34,7 @@ from tests.gateway.helpers import (
 
 async def test_first_byte_timeout() -> None:
     late = replace(WHOLE, delay=3.0)
-    async with (
-        scripted(late) as slow,
-        scripted(WHOLE) as quick,
-        gateway_over(configured(slow, quick, first_byte_timeout=0.3)) as (gateway, client),
-    ):
+    async with serving(late, WHOLE, first_byte_timeout=0.3) as (_, _, gateway, client):
         prefer_others(gateway, "e2")
         began = time.monotonic()
         answer = await client.post(CHAT, json=chat())
@@ -48,10 +45,7 @@ async def test_first_byte_timeout() -> None:
 async def test_sse_keep_alive() -> None:
     late = replace(Step(parts=chat_chunks(WORDS)), delay=0.3)
     for seconds, comments in ((0.1, True), (0.0, False)):
-        async with (
-            scripted(late) as engine,
-            gateway_over(configured(engine, sse_keep_alive=seconds)) as (_, client),
-        ):
+        async with serving(late, sse_keep_alive=seconds) as (_, _, client):
             answer = await client.post(CHAT, json=chat(stream=True))
             assert (b": keep-alive" in answer.content) == comments
             assert text_of(streamed(answer)) == "".join(WORDS)
@@ -119,11 +113,7 @@ async def test_max_resumes() -> None:
     ],
 )
 async def test_the_budget_of_further_attempts(fields: dict[str, float], attempts: int) -> None:
-    async with (
-        scripted(refused(429)) as one,
-        scripted(refused(429)) as two,
-        gateway_over(configured(one, two, **fields)) as (_, client),
-    ):
+    async with serving(refused(429), refused(429), **fields) as (one, two, _, client):
         for _ in range(4):
             assert (await client.post(CHAT, json=chat())).status_code == 429
         assert len(one.bodies) + len(two.bodies) == attempts
@@ -131,10 +121,7 @@ async def test_the_budget_of_further_attempts(fields: dict[str, float], attempts
 
 async def test_max_concurrent_per_key() -> None:
     slow = replace(WHOLE, delay=0.3)
-    async with (
-        scripted(slow) as engine,
-        gateway_over(configured(engine, max_concurrent_per_key=1)) as (_, client),
-    ):
+    async with serving(slow, max_concurrent_per_key=1) as (engine, _, client):
         first = asyncio.ensure_future(client.post(CHAT, json=chat()))
         await until(lambda: bool(engine.bodies))
         assert (await client.post(CHAT, json=chat())).status_code == 429
@@ -164,10 +151,7 @@ async def test_queue_policy() -> None:
 async def test_where_engines_are_full_requests_wait_their_turn() -> None:
     slow = replace(WHOLE, delay=0.05)
     one = {"e1": {"max_concurrent": 1}}
-    async with (
-        scripted(slow) as engine,
-        gateway_over(configured(engine, engine_fields=one)) as (gateway, client),
-    ):
+    async with serving(slow, engine_fields=one) as (_, gateway, client):
         most = 0
         sent = [asyncio.ensure_future(client.post(CHAT, json=chat(seed=n))) for n in range(6)]
         while not all(each.done() for each in sent):
@@ -180,10 +164,7 @@ async def test_where_engines_are_full_requests_wait_their_turn() -> None:
 async def test_a_tight_target_goes_first() -> None:
     slow = replace(WHOLE, delay=0.1)
     one = {"e1": {"max_concurrent": 1}}
-    async with (
-        scripted(slow) as engine,
-        gateway_over(configured(engine, engine_fields=one)) as (gateway, client),
-    ):
+    async with serving(slow, engine_fields=one) as (engine, gateway, client):
         first = asyncio.ensure_future(client.post(CHAT, json=chat(seed=0)))
         await until(lambda: bool(engine.bodies))
         wide = asyncio.ensure_future(client.post(CHAT, json=chat(seed=1, slo={"ttft_ms": 60_000})))
@@ -222,9 +203,10 @@ async def test_keys_have_limits() -> None:
         parts=(b'{"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":10}}',),
         stream=False,
     )
-    async with (
-        scripted(counted) as engine,
-        gateway_over(configured(engine, rate_limit_tokens="200/300day"), (ann, bob)) as (_, client),
+    async with serving(counted, callers=(ann, bob), rate_limit_tokens="200/300day") as (
+        _,
+        _,
+        client,
     ):
         headers = {"authorization": "Bearer secret-ann"}
         for left in ("1", "0"):
@@ -308,7 +290,7 @@ async def test_a_caller_who_reads_slowly_holds_its_engine_back() -> None:
     words = tuple(f" {number:0100d}" for number in range(20_000))
     parts = chat_chunks(words, ids=False)
     long = Step(parts=tuple(b"".join(parts[i : i + 50]) for i in range(0, len(parts), 50)))
-    async with scripted(long) as engine, gateway_over(configured(engine)) as (gateway, client):
+    async with serving(long) as (engine, gateway, client):
         connection = socket.socket()
         # or the system would hold all of it for the caller
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)

@@ -26,6 +26,7 @@ from tests.gateway.helpers import (
     gateway_over,
     prefer_others,
     refused,
+    serving,
     until,
 )
 
@@ -218,10 +219,7 @@ async def test_an_engine_whose_polls_are_late_is_asked(seconds: float, stream: b
     """Its answers take longer than ``liveness_timeout``, so it sends nothing while it works."""
     slow = replace(GOOD if stream else WHOLE, delay=0.5)
     fields = {"poll_timeout": 0.05, "liveness_timeout": 0.3}
-    async with (
-        scripted(slow, metrics=VLLM) as one,
-        gateway_over(configured(one, kinds=KIND, **fields)) as (gateway, client),
-    ):
+    async with serving(slow, metrics=VLLM, kinds=KIND, **fields) as (one, gateway, client):
         state = gateway.upstreams.by_name["e1"]
         one.pages = late(seconds)
         before = state.num_polls
@@ -261,10 +259,7 @@ async def test_who_gives_no_sign_loses_its_requests_where_another_one_is_there()
 async def test_who_is_alone_and_gives_no_sign_is_waited_for_as_long_as_a_stall_takes() -> None:
     never = replace(WHOLE, delay=60.0)
     fields = {"poll_timeout": 0.05, "liveness_timeout": 0.1, "stall_timeout": 0.5}
-    async with (
-        scripted(never, metrics=VLLM) as hangs,
-        gateway_over(configured(hangs, **fields)) as (_, client),
-    ):
+    async with serving(never, metrics=VLLM, **fields) as (hangs, _, client):
         asked = asyncio.ensure_future(client.post(CHAT, json=chat()))
         await until(lambda: bool(hangs.bodies))
         hangs.frozen = True
@@ -290,7 +285,7 @@ async def test_who_takes_no_connection_is_gone_at_once() -> None:
 async def test_a_gateway_whose_engines_are_busy_is_ready(why: str) -> None:
     busy = replace(WHOLE, delay=0.3) if why == "at_capacity" else refused(429, retry_after="60")
     bound = {"engine_fields": {"e1": {"max_concurrent": 1}}}
-    async with scripted(busy) as one, gateway_over(configured(one, **bound)) as (gateway, client):
+    async with serving(busy, **bound) as (one, gateway, client):
         first = asyncio.ensure_future(client.post(CHAT, json=chat()))
         await until(lambda: bool(one.bodies))
         if why == "cooling_down":
@@ -305,7 +300,7 @@ async def test_a_gateway_whose_engines_are_busy_is_ready(why: str) -> None:
 
 
 async def test_a_gateway_whose_engines_all_fail_is_not_ready() -> None:
-    async with scripted(refused(500)) as one, gateway_over(configured(one)) as (_, client):
+    async with serving(refused(500)) as (_, _, client):
         for _ in range(5):
             await client.post(CHAT, json=chat())
         assert (await client.get("/health")).status_code == 503
@@ -319,10 +314,7 @@ async def test_a_connection_that_closes_as_it_is_used_again_is_no_failure(stream
     """An engine that closes each one behind an answer, without saying so, and at once."""
     step = GOOD if stream else WHOLE
     gone = Step(raw=b"")
-    async with (
-        scripted(*[step, gone] * 4, step) as one,
-        gateway_over(configured(one, kinds={"e1": "openai"})) as (gateway, client),
-    ):
+    async with serving([*[step, gone] * 4, step], kinds={"e1": "openai"}) as (_, gateway, client):
         for _ in range(4):
             answer = await client.post(CHAT, json=chat(stream=stream))
             assert answer.status_code == 200 and answer.headers["x-paceline-attempts"] == "1"
@@ -333,7 +325,7 @@ async def test_a_connection_that_closes_as_it_is_used_again_is_no_failure(stream
 
 async def test_a_request_of_which_a_byte_came_is_not_sent_twice() -> None:
     half = Step(raw=b"HTTP/1.1 200 OK\r\ncontent-len")
-    async with scripted(WHOLE, half) as one, gateway_over(configured(one)) as (_, client):
+    async with serving((WHOLE, half)) as (one, _, client):
         assert (await client.post(CHAT, json=chat())).status_code == 200
         assert (await client.post(CHAT, json=chat())).status_code == 503
         assert len(one.bodies) == 2

@@ -27,6 +27,7 @@ from tests.gateway.helpers import (
     pieces,
     prefer_others,
     refused,
+    serving,
     streamed,
 )
 
@@ -86,9 +87,10 @@ async def test_no_other_spelling_of_a_path_gets_round_its_scope() -> None:
         "/METRICS", "http://127.0.0.1/metrics", "/status;x", "/health/../status",
         "/health/live/../../status", "/admin/engines/e1/drain/", "/x/../admin/engines/e1/drain",
     )  # fmt: skip
-    async with (
-        scripted(WHOLE, metrics=PACELINE_METRICS) as engine,
-        gateway_over(configured(engine), (ANN, ROOT)) as (gateway, client),
+    async with serving(WHOLE, callers=(ANN, ROOT), metrics=PACELINE_METRICS) as (
+        _,
+        gateway,
+        client,
     ):
         port = client.base_url.port
         for target in spellings:
@@ -117,10 +119,7 @@ async def test_every_path_times_every_caller() -> None:
         "/slots": "none", "/props": "none", "/tokenize": "none", "/v1/loads": "none",
         "/server_info": "none", "/load": "none", "/api/ps": "none",
     }  # fmt: skip
-    async with (
-        scripted(WHOLE, metrics=PACELINE_METRICS) as engine,
-        gateway_over(configured(engine), (ANN, ROOT)) as (_, client),
-    ):
+    async with serving(WHOLE, callers=(ANN, ROOT), metrics=PACELINE_METRICS) as (engine, _, client):
         for path, least in wanted.items():
             for who, key in (("nobody", None), ("user", "secret-ann"), ("admin", "secret-root")):
                 headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -152,10 +151,7 @@ async def test_the_gateways_key_is_in_no_answer_log_or_repr(
         Step(parts=(*part, event)),
         Step(raw=f"HTTP/1.1 200 {SECRET}\r\n\r".encode()),
     ):
-        async with (
-            scripted(step) as engine,
-            gateway_over(configured(engine, engine_fields=fields)) as (gateway, client),
-        ):
+        async with serving(step, engine_fields=fields) as (engine, gateway, client):
             for stream in (True, False) if step.status != 200 else (True,):
                 answer = await client.post(CHAT, json=chat(stream=stream))
                 assert SECRET not in answer.text + str(answer.headers)
@@ -189,7 +185,7 @@ async def test_a_changed_address_does_not_inherit_connections(
 
 async def test_an_answer_that_is_packed_is_refused() -> None:
     packed = Step(parts=(b"\x1f\x8b" + b"x" * 100,), headers=(("content-encoding", "gzip"),))
-    async with scripted(packed) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(packed) as (engine, _, client):
         for stream in (True, False):
             answer = await client.post(CHAT, json=chat(stream=stream))
             assert answer.status_code == 503 and "compressed" in answer.text
@@ -205,20 +201,14 @@ async def test_an_engine_cannot_forge_events() -> None:
         b"event: forged\nid: 8\ndata: " + chunk % b',"finish_reason":"stop"' + b"\n\n",
         b"data: [DONE]\n\n",
     )
-    async with (
-        scripted(Step(parts=parts)) as engine,
-        gateway_over(configured(engine)) as (_, client),
-    ):
+    async with serving(Step(parts=parts)) as (_, _, client):
         answer = await client.post(CHAT, json=chat(stream=True))
         assert b"forged" not in answer.content
         lines = [line for line in answer.text.split("\n") if line]
         assert all(line.startswith((":", "data: ")) for line in lines), lines
         assert len([c for c in streamed(answer) if c != "[DONE]" and "choices" in c]) == 2
     # a carriage return ends a line: this is no comment, and no chunk either
-    async with (
-        scripted(Step(parts=(b": cr\rdata: forged\r\n\r\n", *parts))) as engine,
-        gateway_over(configured(engine)) as (_, client),
-    ):
+    async with serving(Step(parts=(b": cr\rdata: forged\r\n\r\n", *parts))) as (_, _, client):
         answer = await client.post(CHAT, json=chat(stream=True))
         assert answer.status_code == 503 and b"forged" not in answer.content
 
@@ -288,6 +278,6 @@ async def test_limits_of_an_engines_account_are_not_told() -> None:
         ("location", "http://10.0.0.1/"), ("alt-svc", "h3"),
     )  # fmt: skip
     step = Step(parts=(b'{"choices":[]}',), stream=False, headers=names)
-    async with scripted(step) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(step) as (_, _, client):
         answer = await client.post(CHAT, json=chat())
         assert answer.status_code == 200 and not {n for n, _ in names} & set(answer.headers)

@@ -28,7 +28,7 @@ from paceline.http.rate_limits.rates import Want
 from paceline.http.rate_limits.store import RateStore
 from tests.gateway.counting_engine import CountingEngine, counting, prompt_tokens
 from tests.gateway.fault_server import Step, scripted
-from tests.gateway.helpers import ANY, CHAT, chat, configured, gateway_over, refused, until
+from tests.gateway.helpers import ANY, CHAT, chat, configured, gateway_over, refused, serving, until
 from tests.gateway.proxy.test_hedging import _known
 from tests.http.rate_limits.redis_server import RedisServer
 
@@ -209,10 +209,7 @@ def left(answer: httpx.Response) -> int:
 async def test_an_engine_that_heeds_no_limit_takes_no_key_beyond_its_own() -> None:
     """Answers without a stated length."""
     long = whole(5, 5000)
-    async with (
-        scripted(long) as engine,
-        gateway_over(configured(engine, rate_limit_tokens="10000/300day")) as (_, client),
-    ):
+    async with serving(long, rate_limit_tokens="10000/300day") as (engine, _, client):
         first, second = [await client.post(CHAT, json=chat()) for _ in range(2)]
         assert (first.status_code, left(first)) == (200, 4995)
         # another one as long would not fit
@@ -227,10 +224,7 @@ async def test_a_budget_is_not_overrun_by_many_at_once_that_say_no_length() -> N
     # each costs 0.20
     keys = (KeyConfig(name="*", budget="0.30/day"),)
     fields = {"prices": (PriceConfig(input=1, output=10),), "keys": keys, "spend_storage": ""}
-    async with (
-        scripted(whole(5, 20_000, delay=0.2)) as engine,
-        gateway_over(configured(engine, **fields)) as (gateway, client),
-    ):
+    async with serving(whole(5, 20_000, delay=0.2), **fields) as (_, gateway, client):
         sent = [client.post(CHAT, json=chat()) for _ in range(20)]
         found = await asyncio.gather(*sent)
         assert Counter(each.status_code for each in found) == {200: 1, 429: 19}
@@ -249,17 +243,14 @@ async def test_a_budget_is_not_overrun_by_many_at_once_that_say_no_length() -> N
 async def test_an_engine_is_asked_for_no_more_than_was_reserved(path: str, name: str) -> None:
     body = chat(input="hi", prompt="hi", max_completion_tokens=None)
     limits = {"rate_limit_tokens": "50000/300day"}
-    async with (
-        scripted(whole(5, 10)) as engine,
-        gateway_over(configured(engine, **limits, default_max_tokens=300)) as (_, client),
-    ):
+    async with serving(whole(5, 10), **limits, default_max_tokens=300) as (engine, _, client):
         for fields in ({}, {name: -1}, {name: None}, {name: 20_000}):
             answer = await client.post(path, json=body | fields)
             assert answer.status_code == 200
         # what its caller says counts, and where there is no limit nothing is said
         assert [each.get(name) for each in engine.bodies] == [300, 300, 300, 20_000]
         assert (await client.post(path, json=body | {name: 60_000})).status_code == 400
-    async with scripted(whole(5, 10)) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(whole(5, 10)) as (engine, _, client):
         await client.post(path, json=body)
         assert name not in engine.bodies[0]
 
@@ -283,10 +274,7 @@ async def test_a_context_bounds_what_is_reserved() -> None:
 
 
 async def test_several_answers_are_reserved_and_charged() -> None:
-    async with (
-        scripted(whole(5, 400)) as engine,
-        gateway_over(configured(engine, rate_limit_tokens="1000/300day")) as (_, client),
-    ):
+    async with serving(whole(5, 400), rate_limit_tokens="1000/300day") as (engine, _, client):
         for fields, status in (
             ({"n": 4, "max_tokens": 300}, 400),
             ({"n": 1, "best_of": 4, "max_tokens": 300}, 400),
@@ -312,10 +300,7 @@ async def test_what_no_engine_took_costs_nothing(step: Step | None, stream: bool
     fields |= {"prices": (PRICE,), "keys": (KeyConfig(name="*", budget=BUDGET),)}
     long = [{"role": "user", "content": "word " * 3000}]
     body = chat(messages=long, max_tokens=10, stream=stream)
-    async with (
-        scripted(step or refused(400)) as engine,
-        gateway_over(configured(engine, max_attempts=1, **fields)) as (gateway, client),
-    ):
+    async with serving(step or refused(400), max_attempts=1, **fields) as (engine, gateway, client):
         gateway.upstreams.by_name["e1"].draining = step is None
         wrong: list[dict[str, Any]] = [{"model": "of another"}, {"n": "x"}, {"max_tokens": 10**6}]
         for each in [*wrong, {}]:
@@ -340,10 +325,7 @@ async def test_vectors_have_no_output(path: str, usage: Any, charged: int) -> No
     step = Step(parts=(json.dumps(told).encode(),), stream=False, delay=0.1)
     body = {"model": "m", "query": "hi", "documents": ["a"], "text_1": "a", "text_2": "b"}
     kinds = {"kinds": {"e1": "vllm"}}
-    async with (
-        scripted(step) as engine,
-        gateway_over(configured(engine, rate_limit_tokens="100/300day", **kinds)) as (_, client),
-    ):
+    async with serving(step, rate_limit_tokens="100/300day", **kinds) as (_, _, client):
         asked = {"model": "m", "input": "hi"} if path == EMBEDDINGS else body
         sent = [client.post(path, json=asked) for _ in range(5)]
         found = await asyncio.gather(*sent)
@@ -386,10 +368,7 @@ async def test_a_request_that_ends_in_another_window_is_counted_there() -> None:
 
 async def test_an_answer_that_is_made_later_is_charged_as_it_was_reserved() -> None:
     later = Step(parts=(b'{"id":"r","status":"queued","output":[],"usage":null}',), stream=False)
-    async with (
-        scripted(later) as engine,
-        gateway_over(configured(engine, rate_limit_tokens="1000/300day")) as (_, client),
-    ):
+    async with serving(later, rate_limit_tokens="1000/300day") as (engine, _, client):
         body = {"model": "m", "input": "hi", "background": True}
         found = await client.post(RESPONSES, json={**body, "max_output_tokens": 300})
         assert left(found) == 1000 - 300 - 1
@@ -433,10 +412,7 @@ async def test_an_engine_that_refuses_a_limit_of_ours_is_asked_otherwise(
     no = Step(status=400, parts=(body,), stream=False)
     asked = chat(prompt="hi", input="hi")
     names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-    async with (
-        scripted(no, whole(5, 10)) as engine,
-        gateway_over(configured(engine, rate_limit_tokens="50000/300day")) as (_, client),
-    ):
+    async with serving((no, whole(5, 10)), rate_limit_tokens="50000/300day") as (engine, _, client):
         answer = await client.post(path, json=asked)
         assert answer.status_code == 200 and left(answer) == 50_000 - 15
         told = [{name: sent[name] for name in names if name in sent} for sent in engine.bodies]

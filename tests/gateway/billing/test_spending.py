@@ -33,6 +33,7 @@ from tests.gateway.helpers import (
     gateway_over,
     pieces,
     refused,
+    serving,
     until,
 )
 
@@ -239,10 +240,7 @@ async def test_a_key_spends_its_budget(tmp_path: Path) -> None:
         # of keys that the configuration does not name there is one series
         assert 'paceline:gateway_spend_today{key=""} 0.0101' in metrics and "bob" not in metrics
     # and what was spent is spent in the next process too
-    async with (
-        scripted(answer()) as engine,
-        gateway_over(configured(engine, **spending(tmp_path, keys=keys)), (ANN,)) as (_, client),
-    ):
+    async with serving(answer(), callers=(ANN,), **spending(tmp_path, keys=keys)) as (_, _, client):
         assert (await client.post(CHAT, json=body, headers=AS_ANN)).status_code == 429
 
 
@@ -336,11 +334,7 @@ async def test_over_its_budget_a_key_may_have_a_cheaper_model(tmp_path: Path) ->
     )
     keys = (KeyConfig(name="ann", budget="0.015/day", over_budget="small"),)
     fields = spending(tmp_path, keys=keys, prices=prices, models=models)
-    async with (
-        scripted(answer()) as big,
-        scripted(answer()) as small,
-        gateway_over(configured(big, small, **fields), (ANN,)) as (_, client),
-    ):
+    async with serving(answer(), answer(), callers=(ANN,), **fields) as (big, _, _, client):
         body = chat(model="big", max_tokens=100)
         assert (await client.post(CHAT, json=body, headers=AS_ANN)).status_code == 200
         found = await client.post(CHAT, json=body, headers=AS_ANN)
@@ -397,11 +391,7 @@ async def test_what_is_reserved_is_enough_for_the_model_of_long_prompts(tmp_path
     )
     keys = (KeyConfig(name="ann", budget="0.015/day"),)
     fields = spending(tmp_path, keys=keys, prices=prices, models=models)
-    async with (
-        scripted(answer()) as short,
-        scripted(answer()) as long,
-        gateway_over(configured(short, long, **fields), (ANN,)) as (_, client),
-    ):
+    async with serving(answer(), answer(), callers=(ANN,), **fields) as (short, long, _, client):
         body = chat(model="chat", max_tokens=100)
         refusal = await client.post(CHAT, json=body, headers=AS_ANN)
         assert refusal.status_code == 429 and "0.1" in refusal.text
@@ -453,17 +443,11 @@ def test_what_is_wrong_is_named(text: str, words: str) -> None:
 
 async def test_nothing_is_kept_where_there_are_no_prices(tmp_path: Path) -> None:
     path = tmp_path / "spend.sqlite"
-    async with (
-        scripted(answer()) as engine,
-        gateway_over(configured(engine, spend_storage=str(path))) as (_, client),
-    ):
+    async with serving(answer(), spend_storage=str(path)) as (_, _, client):
         assert (await client.post(CHAT, json=chat())).status_code == 200
     assert not path.exists()
     priced = spending(tmp_path, spend_storage="", currency="EUR")
-    async with (
-        scripted(replace(answer(), delay=0.0)) as engine,
-        gateway_over(configured(engine, **priced)) as (_, client),
-    ):
+    async with serving(replace(answer(), delay=0.0), **priced) as (_, _, client):
         await client.post(CHAT, json=chat())
         told = (await client.get("/status")).json()["spend"]
         assert told == {"anybody": {"spent": "0.0101", "budget": None, "currency": "EUR"}}

@@ -22,6 +22,7 @@ from tests.gateway.helpers import (
     is_clean,
     pieces,
     refused,
+    serving,
     streamed,
     text_of,
     until,
@@ -354,11 +355,7 @@ async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
 
 
 async def test_a_second_engine_that_answers_whole_has_answered() -> None:
-    async with (
-        scripted(LATE, metrics=PACELINE_METRICS) as late,
-        scripted(WHOLE, metrics=PACELINE_METRICS) as quick,
-        gateway_over(configured(late, quick, **HEDGED)) as (gateway, client),
-    ):
+    async with serving(LATE, WHOLE, metrics=PACELINE_METRICS, **HEDGED) as (_, _, gateway, client):
         _known(gateway)
         began = time.monotonic()
         answer = await client.post(CHAT, json=chat(stream=True))

@@ -8,7 +8,17 @@ import pytest
 from paceline.gateway import ModelConfig
 from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, scripted
-from tests.gateway.helpers import CHAT, GOOD, WHOLE, chat, configured, gateway_over, refused, until
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WHOLE,
+    chat,
+    configured,
+    gateway_over,
+    refused,
+    serving,
+    until,
+)
 
 
 async def test_later_tiers_serve_what_earlier_ones_cannot() -> None:
@@ -36,11 +46,7 @@ async def test_a_long_prompt_goes_to_the_long_model() -> None:
         ModelConfig(name="chat", tiers=(("e1:m",),), length_over={"100": "long"}),
         ModelConfig(name="long", tiers=(("e2:m",),)),
     )
-    async with (
-        scripted(WHOLE) as short,
-        scripted(WHOLE) as long,
-        gateway_over(configured(short, long, models=models)) as (_, client),
-    ):
+    async with serving(WHOLE, WHOLE, models=models) as (short, long, _, client):
         await client.post(CHAT, json=chat(model="chat"))
         words = [{"role": "user", "content": "word " * 200}]
         await client.post(CHAT, json=chat(model="chat", messages=words))
@@ -106,11 +112,7 @@ async def test_an_engine_can_be_drained() -> None:
     keys = (ApiKey.of("root", "admin", "secret-admin"), ApiKey.of("ann", "user", "secret-ann"))
     admin = {"authorization": "Bearer secret-admin"}
     user = {"authorization": "Bearer secret-ann"}
-    async with (
-        scripted(WHOLE) as one,
-        scripted(WHOLE) as two,
-        gateway_over(configured(one, two), keys) as (_, client),
-    ):
+    async with serving(WHOLE, WHOLE, callers=keys) as (one, two, _, client):
         assert (await client.post(CHAT, json=chat())).status_code == 401
         for path in ("/status", "/metrics"):
             assert (await client.get(path, headers=user)).status_code == 403
@@ -131,7 +133,7 @@ async def test_an_engine_can_be_drained() -> None:
 
 
 async def test_what_is_not_there_is_named() -> None:
-    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(GOOD) as (_, _, client):
         for path, body, status, words in (
             (CHAT, chat(model="nope"), 404, "served: m"),
             (CHAT, chat(model=3), 400, "model must be a string, got 3"),
@@ -172,10 +174,7 @@ async def test_vectors_go_to_engines_that_have_them() -> None:
         assert both == {"e1", "e2"} and not openai.bodies
         assert (await client.get("/rerank")).status_code == 405
     alone = {"e1": "openai"}
-    async with (
-        scripted(ranked) as engine,
-        gateway_over(configured(engine, kinds=alone)) as (_, client),
-    ):
+    async with serving(ranked, kinds=alone) as (_, _, client):
         answer = await client.post("/rerank", json=pair)
         assert answer.status_code == 400
         assert "e1: openai has no /rerank" in answer.json()["error"]["message"]
@@ -192,9 +191,6 @@ async def test_vectors_go_to_engines_that_have_them() -> None:
 async def test_answers_with_vectors_are_not_always_objects(
     kind: str, path: str, body: bytes
 ) -> None:
-    async with (
-        scripted(Step(parts=(body,), stream=False)) as engine,
-        gateway_over(configured(engine, kinds={"e1": kind})) as (_, client),
-    ):
+    async with serving(Step(parts=(body,), stream=False), kinds={"e1": kind}) as (_, _, client):
         answer = await client.post(path, json={"model": "m", "input": "a", "query": "a"})
         assert (answer.status_code, answer.content) == (200, body)

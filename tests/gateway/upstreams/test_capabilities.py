@@ -25,6 +25,7 @@ from tests.gateway.helpers import (
     gateway_over,
     pieces,
     prefer_others,
+    serving,
     streamed,
     text_of,
     until,
@@ -190,10 +191,7 @@ async def test_what_each_kind_says(case: str) -> None:
 
 @pytest.mark.parametrize("kind", ["paceline", "vllm", "sglang", "llama.cpp", "openai"])
 async def test_who_says_nothing_leaves_the_kinds_table(kind: EngineKind) -> None:
-    async with (
-        scripted(GOOD) as engine,
-        gateway_over(configured(engine, kinds={"e1": kind})) as (gateway, http),
-    ):
+    async with serving(GOOD, kinds={"e1": kind}) as (_, gateway, http):
         assert (await probed(gateway)).facts == KINDS[kind]
         found = await told(http)
         assert found["probe"] == "unanswered"
@@ -413,10 +411,7 @@ async def test_a_context_goes_with_the_engine_that_said_it(most: int | None) -> 
 
 
 async def test_reloads_come_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        scripted(GOOD, metrics=VLLM) as engine,
-        gateway_over(configured(engine)) as (gateway, _),
-    ):
+    async with serving(GOOD, metrics=VLLM) as (engine, gateway, _):
         # the first is to wait for it
         engine.frozen = True
         changed = [

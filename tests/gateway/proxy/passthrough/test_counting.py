@@ -10,7 +10,7 @@ import pytest
 
 from paceline.gateway import EngineConfig, GatewayConfig
 from tests.gateway.fault_server import Step, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over
+from tests.gateway.helpers import CHAT, chat, configured, gateway_over, serving
 
 COUNT = "/v1/messages/count_tokens"
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -98,7 +98,7 @@ async def test_an_answer_that_is_not_packed_may_say_so(said: str, stream: bool) 
         else (SAID,)
     )
     step = Step(parts=parts, headers=(("content-encoding", said),), stream=stream)
-    async with scripted(step) as engine, gateway_over(configured(engine)) as (_, client):
+    async with serving(step) as (_, _, client):
         answer = await client.post(CHAT, json=chat(stream=stream))
         assert answer.status_code == 200 and "content-encoding" not in answer.headers
 
