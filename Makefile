@@ -64,7 +64,7 @@ test-services: $(READY) ## tests with a real Redis and a real Prometheus, which 
 	@$(PYTEST) --no-skips -m "services and not thorough"
 
 test-thorough: $(READY) model ## what takes long: more cases, seeds, models and kernels than make test has
-	@scripts/test-services qemu-x86_64:qemu-user redis-server:redis-server && $(PYTEST) $(TWO) -m thorough
+	@scripts/test-services qemu-x86_64:qemu-user redis-server:redis-server && $(PYTEST) $(TWO) --hypothesis-profile thorough -m "thorough or hypothesis"
 
 test-docs: $(READY) model docs ## the docs site in Chromium, and every example of the pages that is marked `run`
 	@scripts/test-services chromium:chromium && $(PYTEST) --no-skips tests/docs

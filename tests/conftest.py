@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import ssl
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,19 @@ SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
 if SIDE_BY_SIDE:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# how long something takes on a machine that others use too says nothing about it
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
+# from a file each ``httpx.get`` reads the certificates of all authorities, which takes 60 ms; those
+# of a folder are read when a server shows one
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = ssl.get_default_verify_paths().openssl_capath
+
+# how long something takes on a machine that others use too says nothing about it; `make
+# test-thorough` asks for the second one
+for name, examples in (("daily", 40), ("thorough", 300)):
+    checks = [HealthCheck.too_slow]
+    settings.register_profile(
+        name, deadline=None, max_examples=examples, suppress_health_check=checks
+    )
+settings.load_profile("daily")
 
 
 # a process that has all tests has a million objects: to look through them for garbage as often as

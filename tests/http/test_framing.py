@@ -272,7 +272,6 @@ def fuzz(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
     check(*loop.run_until_complete(run()), sent, bad)
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_answers_are_as_many_as_requests(
     loop: asyncio.AbstractEventLoop, data: st.DataObject

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.backends.reference.null import NullBackend, expected_tokens
@@ -378,7 +378,6 @@ def test_what_a_request_expects_is_drafted_with_and_without_a_configuration() ->
     depth=st.integers(1, 3),
     host=st.sampled_from([0, 20]),
 )
-@settings(deadline=None, max_examples=150)
 def test_small_pools_and_wrong_drafts(
     prompts: list[list[int]], wrong: set[int], blocks: int, depth: int, host: int
 ) -> None:

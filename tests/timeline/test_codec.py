@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.queues.wait_clocks import REASONS
@@ -63,7 +63,6 @@ frames = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
 @given(st.lists(frames, max_size=6), st.lists(st.integers(1, 60), max_size=30))
 def test_what_goes_in_comes_out_however_it_is_cut(told: list[Frame], cuts: list[int]) -> None:
     data = b"".join(map(encode, told))
@@ -93,7 +92,6 @@ def test_cut_at_every_byte_it_says_the_same() -> None:
         assert repr(decoder.feed(data[:cut]) + decoder.feed(data[cut:])) == whole, cut
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_no_input_breaks_the_reader_or_the_model(data: st.DataObject) -> None:
     """Bytes lost, changed and repeated anywhere: fewer frames may come of it, and nothing else."""

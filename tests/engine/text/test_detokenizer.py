@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
@@ -98,7 +98,6 @@ def chunked(ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
 
 
 class TestDeltas:
-    @settings(max_examples=300)
     @given(
         ids=st.lists(st.integers(0, PieceTokenizer.END) | st.integers(0x80, 0xFF), max_size=60),
         cuts=st.lists(st.integers(0, 60), max_size=20),
@@ -112,7 +111,6 @@ class TestDeltas:
         assert "".join(deltas_of(tokenizer, chunked(ids, cuts), skip=skip)) == whole
         assert "".join(deltas_of(tokenizer, [[i] for i in ids], skip=skip)) == whole
 
-    @settings(max_examples=200)
     @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 160), max_size=30))
     def test_well_formed_text_never_shows_half_a_character(
         self, text: str, cuts: list[int]
@@ -165,7 +163,6 @@ class TestSentencePiece:
         assert deltas_of(tokenizer, [[i] for i in ids]) == ["", " Hello", ""]
         assert tokenizer.decode(ids) == " Hello"
 
-    @settings(max_examples=150)
     @given(
         st.lists(
             st.sampled_from(["▁Hello", "▁", "▁▁", "world", "▁world", "!", "好", "</s>"])
@@ -205,7 +202,6 @@ def first_stop(stops: Sequence[str], text: str) -> tuple[str, str | None]:
 
 
 class TestStopStrings:
-    @settings(max_examples=500)
     @given(
         stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
         texts=st.lists(st.text("abc", max_size=6), max_size=12),
@@ -237,7 +233,6 @@ class TestStopStrings:
         assert finder.push("ab a", may_stop=False) == "ab "
         assert finder.push("b") == StopFound("", "ab")
 
-    @settings(max_examples=300)
     @given(
         stops=st.lists(st.text("ab*", min_size=1, max_size=4), min_size=1, max_size=3),
         text=st.text("abc*", max_size=12),

@@ -6,7 +6,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
@@ -48,7 +48,6 @@ def check(text: str) -> None:
     assert times == sorted(times) and all(0 <= at < 1e16 for at in times)
 
 
-@settings(max_examples=150, deadline=None)
 @given(HEADER, ROWS)
 @example("arrived_at_s,prompt_tokens,output_tokens", ["0,1,\x00"])
 @example("arrived_at_s,prompt_tokens,output_tokens", ["0," + "9" * 200_000 + ",1"])
@@ -56,7 +55,6 @@ def test_csv(header: str, rows: list[str]) -> None:
     check("\n".join([header, *rows]))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(OBJECT, min_size=1, max_size=4))
 @example(['{"timestamp": 1e999, "input_length": 1, "output_length": 1}'])
 @example(['{"timestamp": NaN, "input_length": 1, "output_length": 1}'])
@@ -65,7 +63,6 @@ def test_json_lines(lines: list[str]) -> None:
     check("\n".join(lines))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=60))
 def test_text(text: str) -> None:
     check(text)
@@ -94,7 +91,6 @@ OPTION = st.tuples(
 ).map("".join)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(["synthetic:", "clients:", ""]), st.lists(OPTION, max_size=6))
 @example("synthetic:", ["rate=1", "prompt=5", "output=5", "n=3", "classes=a(1,priority=nan)"])
 def test_descriptions(kind: str, options: list[str]) -> None:
