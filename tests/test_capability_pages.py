@@ -6,9 +6,6 @@ of them against the default model, each in its client's own environment.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,18 +23,11 @@ def server() -> Iterator[ServerProcess]:
         yield live
 
 
-def run(language: str, code: str, server: ServerProcess) -> str:
-    assert ADDRESS in code
-    if language == "bash" and shutil.which("curl") is None:
-        pytest.skip("this machine has no curl")
-    start = ["bash", "-euc"] if language == "bash" else [sys.executable, "-W", "error", "-c"]
-    done = subprocess.run(
-        [*start, code.replace(ADDRESS, server.address)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("client", ["openai", "anthropic"])
-def test_clients_that_are_here(client: str, server: ServerProcess) -> None:
-    assert run(*example(client), server).strip()
+def test_clients_that_are_here(
+    client: str, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    language, code = example(client)
+    assert language == "python" and ADDRESS in code
+    exec(code.replace(ADDRESS, server.address), {})
+    assert capsys.readouterr().out.strip()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ class ServerProcess:
 
     def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *flags]
+        began = time.monotonic()
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -37,6 +39,7 @@ class ServerProcess:
         self._reader.start()
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()
+        self.seconds_to_ready = time.monotonic() - began
         match = READY.match(self.ready_line)
         if match is None:
             code = self.process.wait(30)

@@ -29,6 +29,7 @@ from paceline.timeline.codec import Decoder
 from paceline.timeline.model import Model, Seen
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
+from tests.server.helpers import metric
 
 NULL = ("--backend", "null")
 INFO = EngineInfo(
@@ -51,8 +52,15 @@ INFO = EngineInfo(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with start_server(*NULL, "--served-model-name", "one", "two", "--max-body-size", "5KB") as made:
+    flags = ("--served-model-name", "one", "two", "--max-body-size", "5KB", "--log-format", "json")
+    with start_server(*NULL, *flags, "--metrics-port", "0", "--timeline-history", "1MiB") as made:
         yield made
+
+
+def log_of(server: ServerProcess) -> dict[str, dict[str, Any]]:
+    """The fields of each event that it has logged."""
+    lines = [json.loads(line) for line in server.errors]
+    return {line["message"].split()[0]: line.get("fields", {}) for line in lines}
 
 
 def complete(server: ServerProcess, **fields: Any) -> tuple[int, Any]:
@@ -97,6 +105,8 @@ def test_flags_reach_the_server(server: ServerProcess) -> None:
     status, answer = complete(server, model="one", prompt="x" * 6000)
     assert status == 413, answer
     assert server.request("/health")[0] == 200
+    port = log_of(server)["metrics_listening"]["port"]
+    assert metric(httpx.get(f"http://127.0.0.1:{port}/metrics").text, "paceline:ready") == 1
 
 
 @pytest.mark.parametrize(
@@ -123,14 +133,8 @@ def test_the_ready_line_counts_window_blocks() -> None:
     assert "8 KV blocks of 16 tokens and 5 for sliding-window layers in int64, 4 MiB when" in line
 
 
-def test_the_log_says_where_the_time_of_the_start_went() -> None:
-    began = time.monotonic()
-    with start_server(*NULL, "--log-format", "json") as server:
-        whole = time.monotonic() - began
-        server.stop()
-    lines = [json.loads(line) for line in server.errors]
-    fields = {line["message"].split()[0]: line.get("fields", {}) for line in lines}
-    started, built = fields["started"], fields["engine_built"]
+def test_the_log_says_where_the_time_of_the_start_went(server: ServerProcess) -> None:
+    started, built = log_of(server)["started"], log_of(server)["engine_built"]
     assert list(started) == ["total", "start", "web", "engine", "listen"]
     assert list(built) == ["total", "import", "build"]
     # two decimals each, and clocks that tick in hundredths
@@ -139,7 +143,7 @@ def test_the_log_says_where_the_time_of_the_start_went() -> None:
         assert min(parts.values()) >= 0
     assert built["import"] > 0.01
     # the engine's process is started by then, and ready before anybody listens
-    assert built["total"] <= started["total"] <= whole + 0.03
+    assert built["total"] <= started["total"] <= server.seconds_to_ready + 0.03
 
 
 def test_what_was_chosen_is_said_and_why() -> None:
@@ -321,22 +325,22 @@ def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
     assert "--port" in done.stderr
 
 
+def test_the_timeline_comes_from_the_engines_process(server: ServerProcess) -> None:
+    assert complete(server, model="one", max_tokens=5)[0] == 200
+    deadline = time.monotonic() + 10
+    ended: list[Seen] = []
+    while not ended and time.monotonic() < deadline:
+        model = Model(on_ended=ended.append)
+        for frame in Decoder().feed(httpx.get(f"{server.address}/ui/api/timeline").content):
+            model.take(frame)
+        time.sleep(0.05)
+    assert {seen.end for seen in ended} == {"length"}
+
+
 @pytest.mark.parametrize(
-    "flags", [(), ("--no-timeline",), pytest.param(("--no-ui",), marks=pytest.mark.thorough)]
+    "flag", ["--no-timeline", pytest.param("--no-ui", marks=pytest.mark.thorough)]
 )
-def test_the_timeline_comes_from_the_engines_process(flags: tuple[str, ...]) -> None:
-    """And is told by no engine whose server does not show it."""
-    with start_server(*NULL, *flags, "--timeline-history", "1MiB") as server:
+def test_no_engine_tells_a_timeline_that_its_server_does_not_show(flag: str) -> None:
+    with start_server(*NULL, flag) as server:
         assert complete(server, max_tokens=5)[0] == 200
-        url = f"{server.address}/ui/api/timeline"
-        if flags:
-            assert httpx.get(url).status_code == 404
-            return
-        deadline = time.monotonic() + 10
-        ended: list[Seen] = []
-        while not ended and time.monotonic() < deadline:
-            model = Model(on_ended=ended.append)
-            for frame in Decoder().feed(httpx.get(url).content):
-                model.take(frame)
-            time.sleep(0.05)
-        assert [seen.end for seen in ended] == ["length"]
+        assert httpx.get(f"{server.address}/ui/api/timeline").status_code == 404

@@ -21,7 +21,6 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.observability.metrics import exporter
 from paceline.server.observability.metrics.exporter import exporting
-from tests.cli.servers import start_server
 from tests.server.helpers import metric
 from tests.server.live_process import LiveServer, eventually, live_server
 
@@ -146,17 +145,6 @@ async def test_a_thread_that_cannot_start_holds_no_place(monkeypatch: pytest.Mon
 
 def _cannot_start(*_: object) -> None:
     raise RuntimeError("can't start new thread")
-
-
-def test_the_flag_opens_the_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
-    with start_server("--backend", "null", "--metrics-port", str(port)) as server:
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-        assert metric(text, "paceline:ready") == 1
-        assert server.stop()[0] == 0
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://127.0.0.1:{port}/metrics")
 
 
 @pytest.mark.parametrize(

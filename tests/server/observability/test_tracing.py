@@ -146,13 +146,13 @@ def test_a_server_sends_what_is_left_when_it_ends(tmp_path: Path) -> None:
     assert len(receiver.spans) == 4
 
 
-def test_a_collector_that_is_gone_delays_the_end_by_seconds_only(tmp_path: Path) -> None:
+async def test_a_collector_that_is_gone_delays_the_end_by_seconds_only() -> None:
     with receiving() as receiver:
-        gone = receiver.url
-    with live_server(tmp_path / "log", config={"otlp_endpoint": gone}) as server:
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 200
-        server.signal(signal.SIGTERM)
-        assert server.wait(15) == 0
+        pass
+    began = time.monotonic()
+    async with traced(receiver) as http:
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+    assert time.monotonic() - began < 15
 
 
 def test_nothing_is_imported_when_it_is_off() -> None:

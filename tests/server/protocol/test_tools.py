@@ -129,7 +129,11 @@ async def test_auto_finds_calls_in_text_and_leaves_text_alone(http: httpx.AsyncC
 
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral"])
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "choice",
+    ["required", pytest.param(NAMED, marks=pytest.mark.thorough)],
+    ids=["required", "named"],
+)
 async def test_a_forced_call_that_is_cut_off_leaves_no_markup(parser: str, choice: Any) -> None:
     """Wherever ``max_tokens`` cuts it, streamed or not: no text, and no call without a name."""
     client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=4096))
