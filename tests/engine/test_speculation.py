@@ -143,7 +143,9 @@ def _answers(
         ("native", ("int8", "int8")),
     ],
 )
-@pytest.mark.parametrize(("size", "blocks"), [(1, 64), (4, 64), (4, 16)])
+@pytest.mark.parametrize(
+    ("size", "blocks"), [(1, 64), pytest.param(4, 64, marks=pytest.mark.thorough), (4, 16)]
+)
 def test_answers_are_the_same(
     folder: Path,
     compute: str,
@@ -208,7 +210,8 @@ def test_answers_are_those_without_a_draft_model(
 
 
 @pytest.mark.parametrize(
-    "head", ["eagle3", "mimo", pytest.param("qwen3", marks=pytest.mark.thorough)]
+    "head",
+    ["eagle3", *(pytest.param(head, marks=pytest.mark.thorough) for head in ("mimo", "qwen3"))],
 )
 @pytest.mark.parametrize(
     ("size", "blocks", "chunk"),
