@@ -18,7 +18,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationOutput, GenerationRequest, Resume, ResumedChoice
-from tests.backends.torch.models import VOCAB, save_model
+from tests.backends.torch.models import VOCAB
 
 SCHEMA = '{"type":"object","properties":{"a":{"type":"string"}},"required":["a"]}'
 # what looks at the output before a position: settings, and fields of the request
@@ -96,13 +96,6 @@ def check(llm: LLM, other: LLM, requests: list[GenerationRequest], *, exactly: b
                     told = [entry.logprob for entry in rest_of.logprobs or ()]
                     wanted = [entry.logprob for entry in choice.logprobs[cut:]]
                     assert told == (wanted if exactly else pytest.approx(wanted, rel=1e-4)), where
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    save_model(folder, "llama", hidden_size=96, intermediate_size=96, max_position_embeddings=512)
-    return folder
 
 
 def open_model(folder: Path, compute: str, dtype: str, **settings: Any) -> LLM:

@@ -17,7 +17,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationOutput, GenerationRequest
-from tests.backends.torch.models import VOCAB, save_model
+from tests.backends.torch.models import VOCAB
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
@@ -53,13 +53,6 @@ def requests() -> list[GenerationRequest]:
     random = np.random.default_rng(1)
     shared = random.integers(3, VOCAB, 270).tolist()
     return [_request(number, random, shared) for number in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    save_model(folder, "llama", hidden_size=96, intermediate_size=96, max_position_embeddings=512)
-    return folder
 
 
 def _open(folder: Path, dtype: str, kv: str, *, prefix_caching: bool) -> LLM:

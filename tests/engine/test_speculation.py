@@ -55,13 +55,6 @@ class _Answers:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    save_model(folder, "llama", hidden_size=96, intermediate_size=96, max_position_embeddings=512)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model with the same vocabulary."""
     folder = tmp_path_factory.mktemp("qwen3")

@@ -239,17 +239,22 @@ async def test_what_no_queue_can_hold_is_not_told_to_try_again() -> None:
     assert prompts.status_code == 400 and "14 sequences, and 12 can" in prompts.text
 
 
+class Refusing(Fake):
+    """Refuses what it is asked, which is in ``seen``."""
+
+    def __init__(self, engine: LocalEngineClient) -> None:
+        super().__init__(engine)
+        self.seen: list[GenerationRequest] = []
+
+    async def generate(
+        self, request: GenerationRequest, sink: Sink | None = None
+    ) -> AsyncIterator[GenerationOutput]:
+        self.seen.append(request)
+        raise QueueFullError("full", 1.0)
+        yield
+
+
 async def test_default_sampling(engine: LocalEngineClient) -> None:
-    seen: list[GenerationRequest] = []
-
-    class Spy(Fake):
-        async def generate(
-            self, request: GenerationRequest, sink: Sink | None = None
-        ) -> AsyncIterator[GenerationOutput]:
-            seen.append(request)
-            raise QueueFullError("full", 1.0)
-            yield
-
     defaults = sampling_defaults(
         {
             "temperature": 0.2,
@@ -262,13 +267,13 @@ async def test_default_sampling(engine: LocalEngineClient) -> None:
             "bos_token_id": 1,
         }
     )
-    config = ServerConfig(default_sampling=defaults)
-    async with connect(create_app(Spy(engine), config)) as http:
+    client = Refusing(engine)
+    async with connect(create_app(client, ServerConfig(default_sampling=defaults))) as http:
         await http.post("/v1/chat/completions", json=chat_body())
         await http.post(
             "/v1/chat/completions", json=chat_body(temperature=0, top_k=-1, max_tokens=4)
         )
-    given, overridden = (request.sampling for request in seen)
+    given, overridden = (request.sampling for request in client.seen)
     assert (given.temperature, given.top_p, given.top_k) == (0.2, 0.9, 50)
     assert (given.min_p, given.repetition_penalty, given.max_tokens) == (0.0, 1.1, 33)
     assert (overridden.temperature, overridden.top_k, overridden.max_tokens) == (0.0, 0, 4)
@@ -287,16 +292,6 @@ async def test_request_templates_need_trust(engine: LocalEngineClient) -> None:
 
 
 async def test_fields_reach_the_engine(engine: LocalEngineClient) -> None:
-    seen: list[GenerationRequest] = []
-
-    class Spy(Fake):
-        async def generate(
-            self, request: GenerationRequest, sink: Sink | None = None
-        ) -> AsyncIterator[GenerationOutput]:
-            seen.append(request)
-            raise QueueFullError("full", 1.0)
-            yield
-
     body = chat_body(
         max_tokens=9,
         n=2,
@@ -321,13 +316,14 @@ async def test_fields_reach_the_engine(engine: LocalEngineClient) -> None:
         speculation={"max_tokens": 0},
         store=False,
     )
-    async with connect(create_app(Spy(engine), ServerConfig())) as http:
+    client = Refusing(engine)
+    async with connect(create_app(client, ServerConfig())) as http:
         await http.post("/v1/chat/completions", json=body)
         other = {**body, "ignore_eos": True, "speculation": None, "store": None}
         await http.post("/v1/chat/completions", json=other)
         for store in (False, True):
             await http.post("/v1/responses", json={"input": "a", "store": store})
-    request, ignoring, *responses = seen
+    request, ignoring, *responses = client.seen
     assert [each.store for each in (request, ignoring, *responses)] == [False, True, False, True]
     assert (request.max_draft_tokens, ignoring.max_draft_tokens) == (0, MOST_DRAFT_TOKENS)
     sampling = request.sampling
