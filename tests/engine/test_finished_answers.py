@@ -340,7 +340,7 @@ def test_a_model_answers_as_without(
         with LLM(core, ByteTokenizer()) as llm:
             for seed in (5, 5, 6):
                 own = sampling | ({"seed": seed} if sampling else {})
-                batch = [_request(prompt, 60, sampling=own) for prompt in prompts]
+                batch = [_request(prompt, 36, sampling=own) for prompt in prompts]
                 outputs += llm.generate(batch[:1])
                 outputs += llm.generate(batch[1:])
             return outputs, dict(core.stats().accepted).get(SOURCE, 0)
