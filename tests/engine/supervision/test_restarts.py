@@ -40,7 +40,6 @@ def test_none_may_be_allowed() -> None:
     assert restarts.spent("it ended") == "it ended"
 
 
-@pytest.mark.anyio
 async def test_an_event_is_waited_for_so_long() -> None:
     event = asyncio.Event()
     assert not await happens_within(event, 0.01)
