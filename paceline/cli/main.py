@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "pull": "models.pull",
     "list": "models.list",
     "rm": "models.rm",
+    "quantize": "models.quantize",
     "ps": "watch.ps",
     "top": "watch.top.command",
     "trace": "watch.trace",

@@ -125,21 +125,23 @@ class TensorReader:
         return SparseMLP(router, bias, experts, config.experts_per_token, config.normalise_experts)
 
     def layers(self) -> Iterator[LayerWeights]:
-        for index in range(self._source.config.num_hidden_layers):
-            attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-            layer = f"model.layers.{index}"
-            yield LayerWeights(
-                input_norm=self.maybe_norm(f"{layer}.input_layernorm.weight"),
-                qkv=self.linear(*(f"{attention}.{part}_proj" for part in "qkv")),
-                query_norm=self.maybe_norm(f"{attention}.q_norm.weight"),
-                key_norm=self.maybe_norm(f"{attention}.k_norm.weight"),
-                sinks=self.maybe(f"{attention}.sinks.weight"),
-                output=self.linear(f"{attention}.o_proj"),
-                attention_output_norm=self.maybe_norm(f"{layer}.attention_output_norm.weight"),
-                mlp_norm=self.maybe_norm(f"{layer}.post_attention_layernorm.weight"),
-                mlp=self.mlp(mlp),
-                mlp_output_norm=self.maybe_norm(f"{layer}.mlp_output_norm.weight"),
-            )
+        return map(self.layer, range(self._source.config.num_hidden_layers))
+
+    def layer(self, index: int) -> LayerWeights:
+        layer = f"model.layers.{index}"
+        attention = f"{layer}.self_attn"
+        return LayerWeights(
+            input_norm=self.maybe_norm(f"{layer}.input_layernorm.weight"),
+            qkv=self.linear(*(f"{attention}.{part}_proj" for part in "qkv")),
+            query_norm=self.maybe_norm(f"{attention}.q_norm.weight"),
+            key_norm=self.maybe_norm(f"{attention}.k_norm.weight"),
+            sinks=self.maybe(f"{attention}.sinks.weight"),
+            output=self.linear(f"{attention}.o_proj"),
+            attention_output_norm=self.maybe_norm(f"{layer}.attention_output_norm.weight"),
+            mlp_norm=self.maybe_norm(f"{layer}.post_attention_layernorm.weight"),
+            mlp=self.mlp(f"{layer}.mlp"),
+            mlp_output_norm=self.maybe_norm(f"{layer}.mlp_output_norm.weight"),
+        )
 
 
 def load_weights(

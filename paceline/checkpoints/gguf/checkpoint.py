@@ -154,6 +154,28 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}; only matrices have rows")
         return self._reorder(name, self._data.rows(tensor)), tensor.type.name
 
+    @property
+    def file(self) -> GGUFFile:
+        """The header: metadata, and the tensors under the names that the file has for them."""
+        return self._file
+
+    def parts_of(self, stored: str) -> list[str]:
+        """Return our names of the matrices that a tensor of the file holds, in its order; none for
+        one that is read as part of the config."""
+        parts = [(part.start, name) for name, part in self._tensors.items() if part.name == stored]
+        return [name for _, name in sorted(parts) if name in self._names]
+
+    def stored_rows(self, name: str, rows: NDArray[_T]) -> NDArray[_T]:
+        """Put the rows of a matrix in the order in which the file has them, as ``tensor`` puts the
+        file's in ours."""
+        ordered = np.empty_like(rows)
+        ordered[self._reorder(name, np.arange(len(rows)))] = rows
+        return ordered
+
+    def stored_bytes(self, stored: str) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor of the file, [rows, bytes of a row], backed by the file."""
+        return self._data.rows(self._file.tensors[stored])
+
     def release(self) -> None:
         self._data.release()
 

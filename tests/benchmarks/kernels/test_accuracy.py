@@ -11,7 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.kernels import accuracy
-from benchmarks.kernels.accuracy import (
+from benchmarks.kernels.accuracy import automatic_format
+from paceline.backends.native import unavailable_reason
+from paceline.engine.text.tokenizer import load_tokenizer
+from paceline.quantize.check import (
     CHUNK,
     MAX_KL,
     MAX_PERPLEXITY_RATIO,
@@ -23,14 +26,11 @@ from benchmarks.kernels.accuracy import (
     Expected,
     Figures,
     Forward,
-    automatic_format,
     build,
     compare,
     forward_of,
     text_windows,
 )
-from paceline.backends.native import unavailable_reason
-from paceline.engine.text.tokenizer import load_tokenizer
 from tests.backends.torch.models import VOCAB, save_model
 
 SHAPE = (3, 40)

@@ -1,0 +1,145 @@
+"""The GGUF file of a rounded model: the source's metadata and tensors, matrices in fewer bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.types import SIZES, GGUFType
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.errors import CheckpointError, ConfigError
+from paceline.quantize.layers import RoundedTensor
+
+__all__ = ["GGUFOutput", "choose_kinds"]
+
+# rows of a matrix that are converted at a time
+_ROWS: Final = 4096
+# what a file of a kind is called in general.file_type
+_FILE_TYPES: Final = {
+    GGUFType.Q4_1: gguf.LlamaFileType.MOSTLY_Q4_1,
+    GGUFType.Q5_1: gguf.LlamaFileType.MOSTLY_Q5_1,
+}
+_QUANTIZATION_VERSION: Final = 2
+# not of a single file, or written anew
+_OWN_KEYS: Final = (
+    "general.architecture", "general.file_type", "general.quantization_version", "split.no",
+    "split.count", "split.tensors.count",
+)  # fmt: skip
+_SIXTEEN_BITS: Final = ("F16", "BF16", "F32")
+
+
+def choose_kinds(checkpoint: Checkpoint, kind: GGUFType) -> dict[str, GGUFType]:
+    """Return the type of each matrix of the layers that is rounded: all whose rows are whole
+    blocks, but routers, whose errors would choose other experts."""
+    return {
+        name: kind
+        for name in checkpoint.tensor_names()
+        if name.endswith("_proj.weight")
+        and name.startswith("model.layers.")
+        and checkpoint.tensor_shape(name)[-1] % SIZES[kind][0] == 0
+    }
+
+
+class GGUFOutput:
+    """A file to be written from a GGUF file in 16 or 32 bits.
+
+    Raises ConfigError where the source has fewer bits: rounding twice loses more than rounding the
+    original once.
+    """
+
+    def __init__(self, source: GGUFCheckpoint, kinds: Mapping[str, GGUFType]) -> None:
+        self._source, self._kinds = source, kinds
+        few = {
+            name: kind for name in kinds if (kind := source.tensor_type(name)) not in _SIXTEEN_BITS
+        }
+        if few:
+            name, kind = next(iter(few.items()))
+            raise ConfigError(
+                f"{source.path}: {len(few)} of {len(kinds)} matrices are in fewer than 16 bits "
+                f"already, such as {name} in {kind}; start from the model in 16 bits"
+            )
+
+    def write(self, target: Path, rounded: Callable[[str], RoundedTensor]) -> None:
+        """Write the file under its name only once it is whole. ``rounded`` returns a matrix of
+        ``kinds``. Raises OSError."""
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            self._write(partial, rounded)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _write(self, path: Path, rounded: Callable[[str], RoundedTensor]) -> None:
+        file = self._source.file
+        writer = gguf.GGUFWriter(path, str(file.metadata["general.architecture"]))
+        for name, field in gguf.GGUFReader(file.path).fields.items():
+            if not name.startswith("GGUF.") and name not in _OWN_KEYS:
+                outer, inner = field.types[0], field.types[-1]
+                writer.add_key_value(
+                    name,
+                    field.contents(),
+                    outer,
+                    sub_type=inner if outer == gguf.GGUFValueType.ARRAY else None,
+                )
+        first = next(iter(self._kinds.values()))
+        writer.add_file_type(_FILE_TYPES[first])
+        writer.add_quantization_version(_QUANTIZATION_VERSION)
+        for stored, tensor in file.tensors.items():
+            kind = self._kind_of(stored)
+            values, size = SIZES[kind]
+            writer.add_tensor_info(
+                stored,
+                tensor.shape,
+                np.dtype(np.float32),
+                int(np.prod(tensor.shape)) // values * size,
+                gguf.GGMLQuantizationType(kind),
+            )
+        with closing(writer):
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for stored in file.tensors:
+                writer.write_tensor_data(self._data(stored, rounded))
+                self._source.release()
+
+    def _kind_of(self, stored: str) -> GGUFType:
+        """Return the type of a tensor in the new file."""
+        parts, tensor = self._source.parts_of(stored), self._source.file.tensors[stored]
+        if parts and parts[0] in self._kinds:
+            return self._kinds[parts[0]]
+        # the embedding and the head are rounded to 8 bits, which costs next to nothing
+        if parts in (["model.embed_tokens.weight"], ["lm_head.weight"]) and (
+            tensor.shape[-1] % SIZES[GGUFType.Q8_0][0] == 0
+        ):
+            return GGUFType.Q8_0
+        return tensor.type
+
+    def _data(self, stored: str, rounded: Callable[[str], RoundedTensor]) -> NDArray[Any]:
+        parts, kind = self._source.parts_of(stored), self._kind_of(stored)
+        if parts and parts[0] in self._kinds:
+            return np.concatenate(
+                [self._source.stored_rows(name, rounded(name).blocks) for name in parts]
+            )
+        raw = self._source.stored_bytes(stored)
+        if kind == self._source.file.tensors[stored].type:
+            return raw
+        values = self._source.tensor(parts[0])
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{self._source.path}: tensor {stored} has values that are not "
+                                  "finite")  # fmt: skip
+        return np.concatenate(
+            [
+                gguf.quants.quantize(values[start : start + _ROWS], gguf.GGMLQuantizationType(kind))
+                for start in range(0, len(values), _ROWS)
+            ]
+        )

@@ -1,0 +1,188 @@
+"""Quantizing of a model: layers are rounded one after the other, and a killed run goes on.
+
+Next to the new file, in FILE.parts, lie the layers that are done and both streams of the text
+behind the last of them. They count for the same source, text and choices alone, and go once the
+file is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+
+from paceline.backends.machine.cpu import choose_threads
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.open import open_checkpoint
+from paceline.errors import ConfigError
+from paceline.quantize.layers import LayerRounding, RoundedTensor
+from paceline.quantize.output import GGUFOutput, choose_kinds
+
+__all__ = ["BITS", "Progress", "Quantized", "quantize"]
+
+# bits of a weight, by the choice; scales and minimums add one bit to each
+BITS: Final = {"4": GGUFType.Q4_1, "5": GGUFType.Q5_1}
+# raised when a part of an earlier run would no longer be what this code makes
+_VERSION: Final = 1
+
+# layers done, all layers, error of the stream behind the last one as a share
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What was done."""
+
+    seconds: float
+    bytes_before: int
+    bytes_after: int
+    # matrices whose rows are no whole blocks, which keep their bits
+    kept: tuple[str, ...]
+    # layers that an earlier run had done
+    resumed: int
+
+
+def quantize(
+    source: Path,
+    target: Path,
+    windows: torch.Tensor,
+    *,
+    bits: str = "4",
+    threads: int | None = None,
+    progress: Progress = lambda done, layers, lost: None,
+) -> Quantized:
+    """Write a GGUF file with the layers' matrices in few bits; see the package.
+
+    Args:
+        source: a GGUF file in 16 or 32 bits.
+        windows: token ids of the calibration text, [pieces, length]; see ``calibration_windows``.
+        bits: one of BITS.
+        threads: of the processor; None: as many as there are.
+
+    Raises:
+        ConfigError: the source has fewer bits already, is a folder, or the disk is full.
+        CheckpointError: the source cannot be read, or has values that are not finite.
+    """
+    began = time.monotonic()
+    torch.set_num_threads(choose_threads(threads))
+    checkpoint = open_checkpoint(source)
+    if not isinstance(checkpoint, GGUFCheckpoint):
+        raise ConfigError(f"{source} is a folder; what is written is made from a GGUF file alone")
+    kinds = choose_kinds(checkpoint, BITS[bits])
+    if not kinds:
+        raise ConfigError(f"{source}: no matrix has rows of whole blocks, of 32 weights each")
+    output = GGUFOutput(checkpoint, kinds)
+    parts = _Parts(target.with_name(f"{target.name}.parts"), _job(source, bits, windows))
+    try:
+        resumed = _round_layers(checkpoint, windows, kinds, parts, progress)
+        output.write(target, parts.tensor)
+        parts.remove()
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from None
+    matrices = [name for name in checkpoint.tensor_names() if name.endswith("_proj.weight")]
+    return Quantized(
+        seconds=time.monotonic() - began,
+        bytes_before=sum(tensor.num_bytes for tensor in checkpoint.file.tensors.values()),
+        bytes_after=target.stat().st_size,
+        kept=tuple(name for name in matrices if name not in kinds),
+        resumed=resumed,
+    )
+
+
+def _round_layers(
+    checkpoint: GGUFCheckpoint,
+    windows: torch.Tensor,
+    kinds: dict[str, GGUFType],
+    parts: _Parts,
+    progress: Progress,
+) -> int:
+    """Round the layers that are not done, and return how many were."""
+    rounding = LayerRounding(checkpoint, windows, kinds)
+    layers, done = checkpoint.config.num_hidden_layers, parts.restore(rounding)
+    for index in range(done, layers):
+        found, lost = rounding.round_layer(index)
+        parts.save(index, found, rounding)
+        progress(index + 1, layers, lost)
+    return done
+
+
+def _job(source: Path, bits: str, windows: torch.Tensor) -> dict[str, Any]:
+    """Return what the parts of a run depend on."""
+    about = source.stat()
+    return {
+        "version": _VERSION,
+        "source": [str(source.resolve()), about.st_size, about.st_mtime_ns],
+        "bits": bits,
+        "text": hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
+    }
+
+
+class _Parts:
+    """The folder of what is done."""
+
+    def __init__(self, folder: Path, job: dict[str, Any]) -> None:
+        self._folder, self._job = folder, job
+        # the layer that was read last, and its tensors
+        self._read: tuple[str, dict[str, RoundedTensor]] = ("", {})
+
+    def restore(self, rounding: LayerRounding) -> int:
+        """Give ``rounding`` the streams of an earlier run of the same job, and return how many
+        layers are done; remove what is left of another job."""
+        try:
+            same = json.loads((self._folder / "job.json").read_text()) == self._job
+            if same:
+                with open(self._folder / "streams.npz", "rb") as file, np.load(file) as streams:
+                    exact, rounded = streams["exact"], streams["rounded"]
+                    done = int(streams["done"])
+                if exact.shape == rounded.shape == tuple(rounding.exact.shape):
+                    rounding.exact, rounding.rounded = map(torch.from_numpy, (exact, rounded))
+                    return done
+        except (OSError, ValueError, KeyError, BadZipFile):
+            # none, or one that was cut off as it was written
+            pass
+        self.remove()
+        self._folder.mkdir(parents=True)
+        (self._folder / "job.json").write_text(json.dumps(self._job))
+        return 0
+
+    def save(self, index: int, found: dict[str, RoundedTensor], rounding: LayerRounding) -> None:
+        """Keep a layer. Raises OSError."""
+        arrays = {f"{name}:{tensor.kind.name}": tensor.blocks for name, tensor in found.items()}
+        self._write(f"layer-{index}.npz", arrays)
+        self._write(
+            "streams.npz",
+            {
+                "exact": rounding.exact.numpy(),
+                "rounded": rounding.rounded.numpy(),
+                "done": np.array(index + 1),
+            },
+        )
+
+    def tensor(self, name: str) -> RoundedTensor:
+        layer = name.split(".")[2]
+        if self._read[0] != layer:
+            with np.load(self._folder / f"layer-{layer}.npz") as arrays:
+                named = {tuple(key.rsplit(":", 1)): arrays[key] for key in arrays.files}
+            tensors = {name: RoundedTensor(GGUFType[kind], a) for (name, kind), a in named.items()}
+            self._read = layer, tensors
+        return self._read[1][name]
+
+    def remove(self) -> None:
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+
+    def _write(self, name: str, arrays: dict[str, Any]) -> None:
+        partial = self._folder / f"{name}.partial"
+        with partial.open("wb") as file:
+            np.savez(file, **arrays)
+        partial.replace(self._folder / name)

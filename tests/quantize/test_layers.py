@@ -1,0 +1,82 @@
+"""Both streams of every architecture: the exact one is what the model computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.torch.attention import TorchAttention
+from paceline.backends.torch.model import Decoder
+from paceline.backends.torch.rope import RotaryTable
+from paceline.backends.torch.weights import load_weights
+from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.open import open_checkpoint
+from paceline.quantize.layers import LayerRounding
+from paceline.quantize.output import choose_kinds
+from tests.backends.torch.models import VOCAB, save_model
+
+LENGTH = 24
+NAMES = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt-oss", "granite", "smollm3", "olmo2")
+
+
+def hidden_states(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all layers for one sequence, [tokens, hidden]."""
+    config, cpu = checkpoint.config, torch.device("cpu")
+    weights = load_weights(checkpoint, dtype=torch.float32, device=cpu)
+    tables = [
+        RotaryTable(config, LENGTH, dtype=torch.float32, device=cpu, rope=rope)
+        for rope in (config.rope, config.sliding_rope)
+        if rope is not None
+    ]
+    decoder = Decoder(config, weights, *tables)
+    attention = TorchAttention(
+        config,
+        num_blocks=2,
+        block_size=16,
+        dtype=torch.float32,
+        device=cpu,
+        sinks=[layer.sinks for layer in weights.layers],
+    )
+    attention.clear_blocks((0, 1))
+    attention.prepare(
+        AttentionBatch(np.zeros(1, dtype=np.int64), np.array([LENGTH]), np.array([[0, 1]]))
+    )
+    decoder.keep_inputs((config.num_hidden_layers,))
+    with torch.inference_mode():
+        every = torch.arange(LENGTH)
+        decoder.hidden(tokens, every, every, attention)
+    return decoder.kept[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streams(tmp_path: Path, name: str) -> None:
+    save_model(tmp_path, name)
+    checkpoint = open_checkpoint(tmp_path)
+    windows = torch.from_numpy(np.random.default_rng(3).integers(0, VOCAB, (3, LENGTH)))
+    kinds = choose_kinds(checkpoint, GGUFType.Q5_1)
+    rounding = LayerRounding(checkpoint, windows, kinds)
+    found: set[str] = set()
+    for index in range(checkpoint.config.num_hidden_layers):
+        tensors, lost = rounding.round_layer(index)
+        found |= set(tensors)
+        assert 0 < lost < 0.05 or not tensors
+    # an expert that no token of the text chose keeps its values
+    assert found <= set(kinds) and (found == set(kinds) or ".experts." in str(set(kinds) - found))
+    for row, tokens in enumerate(windows):
+        expected = hidden_states(checkpoint, tokens)
+        got = rounding.exact[row * LENGTH : (row + 1) * LENGTH]
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_matrix_that_is_not_rounded_changes_nothing(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama")
+    checkpoint = open_checkpoint(tmp_path)
+    windows = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
+    rounding = LayerRounding(checkpoint, windows, {})
+    tensors, lost = rounding.round_layer(0)
+    assert not tensors and lost == 0
