@@ -28,7 +28,7 @@ from paceline.checkpoints.gguf.types import GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import CheckpointError
-from paceline.quantize.rounding import as_blocks, levels_of, round_matrix
+from paceline.quantize.rounding import Rounded, as_blocks, levels_of, round_matrix, round_nearest
 
 __all__ = ["LayerRounding", "RoundedTensor"]
 
@@ -168,6 +168,7 @@ class LayerRounding:
         Raises CheckpointError for weights or activations that are not finite.
         """
         found: dict[str, RoundedTensor] = {}
+        unseen: dict[tuple[str, ...], torch.Tensor] = {}
         exact: dict[tuple[str, ...], _Noting] = {}
 
         def noting(
@@ -182,7 +183,10 @@ class LayerRounding:
             if f"{names[0]}.weight" not in self._kinds:
                 return DenseLinear(weight, bias)
 
+            unseen[names] = weight
+
             def rounded(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+                del unseen[names]
                 return self._round(names, weight, x, exact.pop(names).inputs, found)
 
             return _RoundedLater(weight, bias, rounded)
@@ -191,6 +195,10 @@ class LayerRounding:
             self._run(index, _Reader(self._checkpoint, stack, noting).layer(index), self.exact)
             layer = _Reader(self._checkpoint, stack, later).layer(index)
             self._run(index, layer, self.rounded)
+        # experts that no token of the text chose
+        for names, weight in unseen.items():
+            kind = self._kinds[f"{names[0]}.weight"]
+            self._add(names, round_nearest(weight, levels_of(kind)), found)
         lost = (self.rounded - self.exact).square().sum() / self.exact.square().sum()
         if not bool(torch.isfinite(lost)):
             raise CheckpointError(f"{self._checkpoint.path}: layer {index} gives values that are "
@@ -229,17 +237,24 @@ class LayerRounding:
         moments, target = x.t() @ x, weight
         # an expert sees other rows in the two streams
         if exact is not None and exact.shape == x.shape and ".experts." not in names[0]:
-            damped = moments.double()
+            damped = moments.clone()
             damped.diagonal().add_(damped.diagonal().mean() * _CORRECTION_DAMPING)
-            shift = (weight @ (exact.t() @ x - moments)).double()
-            target = weight + torch.linalg.solve(damped, shift.t()).t().float()
+            shift = weight @ (exact.t() @ x - moments)
+            factor = torch.linalg.cholesky(damped)
+            target = weight + torch.cholesky_solve(shift.t(), factor).t()
         try:
             rounded = round_matrix(target, moments, levels_of(kind))
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.path}: {names[0]}: {error}") from None
-        blocks, first = as_blocks(rounded, kind), 0
+        self._add(names, rounded, found)
+        return rounded.values()
+
+    def _add(
+        self, names: tuple[str, ...], rounded: Rounded, found: dict[str, RoundedTensor]
+    ) -> None:
+        kind, first = self._kinds[f"{names[0]}.weight"], 0
+        blocks = as_blocks(rounded, kind)
         for name in names:
             rows = self._checkpoint.tensor_shape(f"{name}.weight")[0]
             found[f"{name}.weight"] = RoundedTensor(kind, blocks[first : first + rows])
             first += rows
-        return rounded.values()

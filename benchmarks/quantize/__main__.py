@@ -1,0 +1,148 @@
+"""Four bits from 16: what they cost by rounding to the nearest, and by ``paceline quantize``.
+
+Method. A twin of the default model (``twin``) is written in 16 bits and quantized by the command as
+a user runs it, in a process of its own, whose seconds and peak memory are taken. Every format, read
+as it is served (activations and KV cache in int8), is compared with the twin in float32 on three
+texts that have nothing in common:
+
+* ``gate``: the text of ``make bench NAME=accuracy``, the Python reference;
+* ``third``: docstrings of NumPy, by other authors;
+* ``calibration``: the text that the weights were rounded on, for how much it was learned by heart.
+
+``rtn`` is ``--dtype q4`` of the 16-bit file, which rounds each group of weights between its minimum
+and maximum while loading. Where nothing was learned from ``gate`` and ``third``, no setting of the
+command was chosen by them either.
+
+The last line is JSON. QUICK=1: four bits and the gate's text alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.quantize.twin import write_twin
+from paceline.backends.machine.cpu import choose_threads
+from paceline.backends.native import OWN_BITS
+from paceline.bench.machine import machine
+from paceline.checkpoints.hub.resolve import find_local
+from paceline.engine.text.tokenizer import load_tokenizer
+from paceline.quantize.check import (
+    CHUNK,
+    REFERENCE,
+    WINDOW,
+    WINDOWS,
+    Figures,
+    build,
+    compare,
+    forward_of,
+    text_windows,
+)  # fmt: skip
+from paceline.quantize.text import CHAT, calibration_windows
+
+MODEL: Final = "smollm2-135m"
+QUICK: Final = bool(os.environ.get("QUICK"))
+BITS: Final = ("4",) if QUICK else ("4", "5")
+SHAPE: Final = (WINDOWS, WINDOW)
+
+
+def third_text(encode: Callable[[str], Sequence[int]]) -> NDArray[np.int64]:
+    """Return docstrings of NumPy's functions, [WINDOWS, WINDOW] tokens."""
+    names = sorted(name for name in np.__all__ if callable(getattr(np, name)))
+    text = "\n\n".join(getattr(np, name).__doc__ or "" for name in names)
+    tokens = encode(text[: 8 * WINDOWS * WINDOW])
+    if len(tokens) < WINDOWS * WINDOW:
+        raise ValueError(f"NumPy's docstrings have {len(tokens)} tokens, not {WINDOWS * WINDOW}")
+    return np.array(tokens[: WINDOWS * WINDOW], dtype=np.int64).reshape(SHAPE)
+
+
+def quantized(source: Path, target: Path, bits: str) -> dict[str, float]:
+    """Run the command, and return its seconds, its peak memory in MB, and the file's size."""
+    began = time.monotonic()
+    command = ["quantize", str(source), "-o", str(target), "--bits", bits]
+    subprocess.run([sys.executable, "-m", "paceline.cli.main", *command], check=True)
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        # of all children so far, so the largest of them
+        "peak_mb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024),
+        "file_mb": round(target.stat().st_size / 1e6, 1),
+    }
+
+
+def distances(
+    source: Path, formats: dict[str, tuple[Path, str]], texts: dict[str, NDArray[np.int64]]
+) -> dict[str, dict[str, Any]]:
+    """Return figures by format and text."""
+    threads = choose_threads(None)
+    torch.set_num_threads(threads)
+    found: dict[str, dict[str, Any]] = {name: {} for name in formats}
+    for text, windows in texts.items():
+        models = {name: build(path, kind, threads, SHAPE) for name, (path, kind) in formats.items()}
+        reference = build(source, REFERENCE, threads, SHAPE)
+        try:
+            others = {name: forward_of(model, SHAPE) for name, model in models.items()}
+            results = compare(windows, forward_of(reference, SHAPE), others, CHUNK)
+        finally:
+            for model in (reference, *models.values()):
+                model.close()
+        for name, figures in results.items():
+            found[name][text] = as_json(figures)
+    return found
+
+
+def as_json(figures: Figures) -> dict[str, float]:
+    return {
+        "kl": round(figures.kl, 5),
+        "ppl": round(figures.perplexity_ratio, 4),
+        "top1": round(figures.top1, 4),
+    }
+
+
+def main() -> int:
+    published = find_local(MODEL)
+    if published is None:
+        print(f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        twin = Path(folder) / "twin-f16.gguf"
+        write_twin(published, twin)
+        formats = {"rtn": (twin, "q4/int8")}
+        runs = {}
+        for bits in BITS:
+            target = Path(folder) / f"twin-{bits}.gguf"
+            runs[bits] = quantized(twin, target, bits)
+            formats[f"q{bits}"] = (target, f"{OWN_BITS}/int8")
+        encode = load_tokenizer(twin).encode
+        texts = {"gate": text_windows(encode, WINDOW)}
+        if not QUICK:
+            texts["third"] = third_text(encode)
+            own = calibration_windows(load_tokenizer(twin), CHAT).flatten().numpy()
+            texts["calibration"] = own[: WINDOWS * WINDOW].reshape(SHAPE)
+        twins = distances(twin, formats, texts)
+    print(f"\n{'':8}{'text':14}{'KL':>9}{'perplexity':>12}{'top-1':>9}")
+    for name, by_text in twins.items():
+        for text, row in by_text.items():
+            print(f"{name:8}{text:14}{row['kl']:>9.4f}{row['ppl'] - 1:>+12.1%}{row['top1']:>9.1%}")
+    for bits, run in runs.items():
+        print(
+            f"--bits {bits}: {run['seconds']} s, at most {run['peak_mb']} MB, {run['file_mb']} MB"
+        )
+    results = {"twin": twins, "runs": runs}
+    print(json.dumps({"bench": "quantize", "machine": machine(), "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
