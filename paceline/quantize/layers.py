@@ -19,12 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.runner.interface import AttentionBatch
-from paceline.backends.torch.attention import TorchAttention
+from paceline.backends.torch.attention import RotaryTable, TorchAttention
 from paceline.backends.torch.linear import DenseLinear, Linear
 from paceline.backends.torch.model import Decoder, DecoderWeights, LayerWeights, RMSNorm
-from paceline.backends.torch.rope import RotaryTable
 from paceline.backends.torch.weights import TensorReader, TensorSource
-from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.gguf.container import GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import CheckpointError

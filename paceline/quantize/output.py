@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from paceline.checkpoints.gguf.types import SIZES, GGUFType
+from paceline.checkpoints.gguf.container import SIZES, GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.errors import CheckpointError, ConfigError
 from paceline.quantize.layers import RoundedTensor

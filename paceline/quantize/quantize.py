@@ -22,7 +22,7 @@ import torch
 
 from paceline.backends.machine.cpu import choose_threads
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.gguf.container import GGUFType
 from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 from paceline.quantize.layers import LayerRounding, RoundedTensor

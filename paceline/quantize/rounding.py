@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.gguf.container import GGUFType
 
 __all__ = [
     "GROUP",

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from paceline.backends.runner.interface import AttentionBatch
-from paceline.backends.torch.attention import TorchAttention
+from paceline.backends.torch.attention import RotaryTable, TorchAttention
 from paceline.backends.torch.model import Decoder
-from paceline.backends.torch.rope import RotaryTable
 from paceline.backends.torch.weights import load_weights
-from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.gguf.container import GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.open import open_checkpoint
 from paceline.quantize.layers import LayerRounding

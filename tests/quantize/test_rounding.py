@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.checkpoints.gguf.types import GGUFType
+from paceline.checkpoints.gguf.container import GGUFType
 from paceline.quantize.rounding import (
     GROUP,
     as_blocks,
