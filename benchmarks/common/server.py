@@ -22,7 +22,7 @@ __all__ = ["PacelineServer", "ReadyServer", "Server"]
 _POLL_SECONDS = 0.05
 _LOG_SECONDS = 0.005
 # the formats in our server's ready line
-_FORMATS = re.compile(r"\(\S+, (\w+) on \w+, \d+ KV blocks of \d+ in (\w+),")
+_FORMATS = re.compile(r"\(\S+, (\w+) on \w+, \d+ KV blocks of \d+ tokens\b.* in (\w+),")
 _READY = r"^paceline ready: https?://\S+:(\d+)/v1 "
 
 

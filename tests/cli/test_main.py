@@ -11,7 +11,8 @@ import pytest
 from paceline.cli.main import build_parser
 
 COMMANDS = (
-    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "trace",
+    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "quantize", "ps", "top",
+    "trace",
     "doctor", "plan", "simulate", "bench",
 )  # fmt: skip
 

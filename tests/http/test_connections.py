@@ -209,7 +209,7 @@ def test_what_is_no_request_waits_its_turn(server: LiveServer) -> None:
 def test_what_is_no_request(server: LiveServer) -> None:
     with server.connect() as connection:
         connection.sendall(b"GET /version HTPP/1.1\r\n\r\n")
-        assert "no HTTP request" in refused(server, read_all(connection), 400)
+        assert "not an HTTP request" in refused(server, read_all(connection), 400)
 
 
 def test_the_number_of_connections(server: LiveServer) -> None:
@@ -219,7 +219,7 @@ def test_the_number_of_connections(server: LiveServer) -> None:
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         one_more = opened.enter_context(server.connect())
-        assert "takes: 12" in refused(server, read_all(one_more), 503)
+        assert "limit of 12 connections" in refused(server, read_all(one_more), 503)
     eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200, 5)
 
 

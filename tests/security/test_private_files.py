@@ -58,6 +58,7 @@ PLACES = {
     "web/what_if/trace.py": "in the places",
     "web/what_if/storage.py": "a folder by mkdtemp, which makes it 0700",
     "cli/simulation/what_if.py": "in that folder",
+    "quantize/quantize.py": "copies of weights, which whoever may read the model may read",
     "backends/native/packed.py": "copies of weights, which whoever may read the model may read",
     "backends/native/build.py": "the compiled kernels, which whoever may run the package may read",
 }

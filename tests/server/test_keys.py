@@ -131,7 +131,7 @@ def test_a_key_file() -> None:
         with pytest.raises(ConfigError, match=says) as error:
             parse_key_file(text, "keys")
         assert digest not in str(error.value)
-    with pytest.raises(ConfigError, match="alice is there twice"):
+    with pytest.raises(ConfigError, match="alice occurs twice"):
         KeyRing([key, key])
     with pytest.raises(ConfigError, match="8 to 512 characters, got 3"):
         ApiKey.of("x", "user", "abc")

@@ -174,7 +174,8 @@ class GGUFCheckpoint:
 
     def stored_bytes(self, stored: str) -> NDArray[np.uint8]:
         """Return the bytes of a tensor of the file, [rows, bytes of a row], backed by the file."""
-        return self._data.rows(self._file.tensors[stored])
+        tensor = self._file.tensors[stored]
+        return self._data.rows(tensor)
 
     def release(self) -> None:
         self._data.release()

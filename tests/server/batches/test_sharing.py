@@ -160,4 +160,4 @@ async def test_a_batch_waits_for_its_owners_tokens(tmp_path: Path, opened: str) 
         found = await bob.until(slow)
         assert found["status"] == "cancelled"
         errors = await bob.records(found["error_file_id"])
-        assert len(errors) == 4 and "limit is 30" in str(errors["large"]["response"])
+        assert len(errors) == 4 and "key may take 30" in str(errors["large"]["response"])

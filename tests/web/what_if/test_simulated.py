@@ -71,7 +71,7 @@ async def test_what_is_no_trace_is_told_without_its_path(ask: Ask) -> None:
     asker = ask()
     for text, said in (
         ("a,b\n1,2\n", "the trace:1: not a known trace"),
-        ("prompt_tokens,output_tokens\n3,4\n", "has lengths only"),
+        ("prompt_tokens,output_tokens\n3,4\n", "has lengths but no times"),
         (TRACE + "2023-11-16 18:00:00.0,1,1\n", "sort the file by time"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request with tokens"),
     ):
@@ -85,7 +85,7 @@ async def test_what_is_no_trace_is_told_without_its_path(ask: Ask) -> None:
 async def test_too_little_is_known_to_simulate(ask: Ask) -> None:
     asker = ask()
     await asker.start()
-    assert "no request came in these minutes" in (await asker.ended())["error"]
+    assert "no request arrived in these minutes" in (await asker.ended())["error"]
     body = {"model": "null", "prompt": "x", "max_tokens": 2}
     await asker.http.post("/v1/completions", json=body)
     await asker.told_of(1)

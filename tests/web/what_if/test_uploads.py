@@ -19,7 +19,10 @@ async def test_what_cannot_be_simulated_is_refused_when_it_is_sent(ask: Ask) -> 
     assert sent.json() == {"trace_bytes": len(TRACE), "requests": 120}
     for text, said in (
         ("a,b\n1,2\n", "the trace:1: not a known trace"),
-        (TRACE + "2023-11-16 19:00:00.0,10000001,1\n", "has 10000001 tokens; at most 10000000"),
+        (
+            TRACE + "2023-11-16 19:00:00.0,10000001,1\n",
+            "10000001 tokens; prompts and answers of up",
+        ),
     ):
         refused = await asker.send(text)
         error = refused.json()["error"]
