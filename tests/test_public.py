@@ -78,9 +78,9 @@ def test_nothing_third_party_is_imported_without_being_declared() -> None:
     names |= {re.split(r"[<>=!~]", x)[0] for x in project["optional-dependencies"]["plots"]}
     # where several packages share one
     names |= {"opentelemetry"} if "otel" in extras else set()
-    imports = re.compile(
-        r"^ *(?:from (\w+)[\w.]* import |import (\w+)[\w.]*(?: as \w+)?$)", re.MULTILINE
-    )
+    imports = re.compile(r"^ *(?:from (\w+)[\w.]* import |import (\w[\w., ]*))", re.MULTILINE)
     for path in SOURCES:
-        tops = {first or second for first, second in imports.findall(path.read_text())}
+        found = imports.findall(path.read_text())
+        named = [first or name for first, names in found for name in names.split(",") or [""]]
+        tops = {re.split(r"[. ]", name.strip())[0] for name in named}
         assert tops <= names | sys.stdlib_module_names, f"{path.relative_to(ROOT)}: {tops - names}"

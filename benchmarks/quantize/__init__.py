@@ -1,1 +1,1 @@
-"""What four bits cost: `paceline quantize` on a twin of the default model, next to other tools."""
+"""What four bits cost: ``paceline quantize`` on a twin of the default model."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 __all__ = ["write_twin"]
 
+_WRITTEN_ANEW: Final = ("general.alignment", "general.architecture", "general.file_type")
 _ON_RESIDUAL: Final = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
 
 
@@ -43,7 +44,7 @@ def write_twin(source: Path, target: Path, seed: int = 1) -> None:
     ]
     writer = gguf.GGUFWriter(target, "llama")
     for name, field in fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+        if name.startswith("GGUF.") or name in _WRITTEN_ANEW:
             continue
         kind = field.types[0]
         sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None

@@ -221,10 +221,12 @@ class Gateway:
             usage: Sequence[tuple[Endpoint, Used]] = ()
             try:
                 if proxied is not None:
-                    usage = proxied.usage_by_endpoint()
-                    if (trace := proxied.context.trace) is not NO_TRACE:
-                        trace.close(proxied.used, self.now())
-                    proxied.close()
+                    try:
+                        usage = proxied.usage_by_endpoint()
+                        if (trace := proxied.context.trace) is not NO_TRACE:
+                            trace.close(proxied.used, self.now())
+                    finally:
+                        proxied.close()
             finally:
                 await self._admission.settle(admitted, usage)
 

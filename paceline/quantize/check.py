@@ -25,16 +25,17 @@ from paceline.backends.native import (
     checkpoint_tensors,
     choose_kinds,
     unavailable_reason,
+    unsupported_reason,
 )
 from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.open import open_checkpoint
 from paceline.engine.text.tokenizer import load_tokenizer
-from paceline.errors import ConfigError
 
 __all__ = [
     "BLOCK", "CHUNK", "MAX_KL", "MAX_PERPLEXITY_RATIO", "MIN_TOP1", "REFERENCE", "WINDOW",
     "WINDOWS", "Comparison", "Expected", "Figures", "Forward", "build", "check", "chunks",
     "compare", "forward_of", "log_probabilities", "text_windows",
+    "why_not",
 ]  # fmt: skip
 
 WINDOWS: Final = 8
@@ -207,13 +208,20 @@ def compare(
     return {name: comparison.figures() for name, comparison in sums.items()}
 
 
+def why_not(source: Path) -> str | None:
+    """Return why ``check`` cannot compare a model; None: it can."""
+    if reason := unavailable_reason() or unsupported_reason(open_checkpoint(source).config, BLOCK):
+        return reason
+    try:
+        text_windows(load_tokenizer(source).encode, WINDOW)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def check(source: Path, target: Path, threads: int | None = None) -> Figures:
     """Compare a model in few bits, as it is served by default, with its source in float32.
-
-    Raises ConfigError where the native kernels do not compute it.
-    """
-    if reason := unavailable_reason():
-        raise ConfigError(f"the result cannot be checked: {reason}")
+    ``why_not`` tells which cannot be compared."""
     threads = choose_threads(threads)
     torch.set_num_threads(threads)
     windows = text_windows(load_tokenizer(source).encode, WINDOW)

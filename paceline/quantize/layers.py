@@ -4,7 +4,8 @@ Two streams of a calibration text run through the model: one through the weights
 through the rounded ones. A matrix is rounded when the second stream reaches it, so its errors are
 weighed by the inputs that it will see when it serves. The outputs that it should give are those of
 the first stream, so it also makes up for some of what earlier layers lost (as in GPTAQ: Li et al.
-2025, arXiv 2504.02692). Only one layer's weights and activations are in memory.
+2025, arXiv 2504.02692). One layer is in memory at a time, in float32, as it was and as it is
+rounded, with the inputs of its products.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ _BLOCK: Final = 16
 # added to the diagonal of the inputs' second moments, as a share of its mean, where a matrix makes
 # up for earlier layers: more than for rounding, since what it makes up for is learned from the text
 _CORRECTION_DAMPING: Final = 0.05
+# so that inputs that are all 0 have a factor too
+_LEAST: Final = 1e-12
+# tokens for each of its columns that a matrix is rounded on: with fewer it would fit these tokens,
+# which happens to experts that are rarely chosen
+_LEAST_TOKENS: Final = 0.25
 _CPU: Final = torch.device("cpu")
 
 
@@ -162,7 +168,7 @@ class LayerRounding:
     @torch.inference_mode()
     def round_layer(self, index: int) -> tuple[dict[str, RoundedTensor], float]:
         """Run both streams through a layer, and return its matrices in few bits, by name, and the
-        squared error of the rounded stream behind it, over that stream's squares.
+        squared error of the rounded stream behind it, over the squares of the exact one.
 
         Raises CheckpointError for weights or activations that are not finite.
         """
@@ -196,6 +202,7 @@ class LayerRounding:
             self._run(index, layer, self.rounded)
         # experts that no token of the text chose
         for names, weight in unseen.items():
+            self._check_finite(names, weight)
             kind = self._kinds[f"{names[0]}.weight"]
             self._add(names, round_nearest(weight, levels_of(kind)), found)
         lost = (self.rounded - self.exact).square().sum() / self.exact.square().sum()
@@ -234,19 +241,26 @@ class LayerRounding:
         """Round the matrices of one product, add them to ``found``, and return their values."""
         kind = self._kinds[f"{names[0]}.weight"]
         moments, target = x.t() @ x, weight
+        self._check_finite(names, weight, moments)
         # an expert sees other rows in the two streams
         if exact is not None and exact.shape == x.shape and ".experts." not in names[0]:
             damped = moments.clone()
-            damped.diagonal().add_(damped.diagonal().mean() * _CORRECTION_DAMPING)
+            damped.diagonal().add_(damped.diagonal().mean() * _CORRECTION_DAMPING + _LEAST)
             shift = weight @ (exact.t() @ x - moments)
             factor = torch.linalg.cholesky(damped)
             target = weight + torch.cholesky_solve(shift.t(), factor).t()
-        try:
+        if len(x) < _LEAST_TOKENS * x.shape[1]:
+            rounded = round_nearest(weight, levels_of(kind))
+        else:
             rounded = round_matrix(target, moments, levels_of(kind))
-        except ValueError as error:
-            raise CheckpointError(f"{self._checkpoint.path}: {names[0]}: {error}") from None
         self._add(names, rounded, found)
         return rounded.values()
+
+    def _check_finite(self, names: tuple[str, ...], *values: torch.Tensor) -> None:
+        if not all(bool(torch.isfinite(each).all()) for each in values):
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {names[0]}: a weight or an input is not finite"
+            )
 
     def _add(
         self, names: tuple[str, ...], rounded: Rounded, found: dict[str, RoundedTensor]

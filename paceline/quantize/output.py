@@ -30,8 +30,8 @@ _FILE_TYPES: Final = {
 _QUANTIZATION_VERSION: Final = 2
 # not of a single file, or written anew
 _OWN_KEYS: Final = (
-    "general.architecture", "general.file_type", "general.quantization_version", "split.no",
-    "split.count", "split.tensors.count",
+    "general.alignment", "general.architecture", "general.file_type",
+    "general.quantization_version", "split.no", "split.count", "split.tensors.count",
 )  # fmt: skip
 _SIXTEEN_BITS: Final = ("F16", "BF16", "F32")
 
@@ -83,7 +83,8 @@ class GGUFOutput:
         file = self._source.file
         writer = gguf.GGUFWriter(path, str(file.metadata["general.architecture"]))
         for name, field in gguf.GGUFReader(file.path).fields.items():
-            if not name.startswith("GGUF.") and name not in _OWN_KEYS:
+            # the writer has no empty arrays
+            if not name.startswith("GGUF.") and name not in _OWN_KEYS and len(field.data):
                 outer, inner = field.types[0], field.types[-1]
                 writer.add_key_value(
                     name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -23,15 +24,14 @@ import torch
 from paceline.backends.machine.cpu import choose_threads
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from paceline.checkpoints.gguf.container import GGUFType
+from paceline.checkpoints.gguf.shards import gguf_files
 from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 from paceline.quantize.layers import LayerRounding, RoundedTensor
 from paceline.quantize.output import GGUFOutput, choose_kinds
 
-__all__ = ["BITS", "Progress", "Quantized", "quantize"]
+__all__ = ["Progress", "Quantized", "quantize"]
 
-# bits of a weight, by the choice; scales and minimums add one bit to each
-BITS: Final = {"4": GGUFType.Q4_1, "5": GGUFType.Q5_1}
 # raised when a part of an earlier run would no longer be what this code makes
 _VERSION: Final = 1
 
@@ -57,7 +57,7 @@ def quantize(
     target: Path,
     windows: torch.Tensor,
     *,
-    bits: str = "4",
+    kind: GGUFType = GGUFType.Q4_1,
     threads: int | None = None,
     progress: Progress = lambda done, layers, lost: None,
 ) -> Quantized:
@@ -66,7 +66,7 @@ def quantize(
     Args:
         source: a GGUF file in 16 or 32 bits.
         windows: token ids of the calibration text, [pieces, length]; see ``calibration_windows``.
-        bits: one of BITS.
+        kind: of the layers' matrices, Q4_1 or Q5_1.
         threads: of the processor; None: as many as there are.
 
     Raises:
@@ -77,22 +77,23 @@ def quantize(
     torch.set_num_threads(choose_threads(threads))
     checkpoint = open_checkpoint(source)
     if not isinstance(checkpoint, GGUFCheckpoint):
-        raise ConfigError(f"{source} is a folder; what is written is made from a GGUF file alone")
-    kinds = choose_kinds(checkpoint, BITS[bits])
+        raise ConfigError(f"{source} must be a GGUF file, got a folder")
+    kinds = choose_kinds(checkpoint, kind)
     if not kinds:
         raise ConfigError(f"{source}: no matrix has rows of whole blocks, of 32 weights each")
     output = GGUFOutput(checkpoint, kinds)
-    parts = _Parts(target.with_name(f"{target.name}.parts"), _job(source, bits, windows))
+    parts = _Parts(target.with_name(f"{target.name}.parts"), _job(source, kind, windows))
     try:
         resumed = _round_layers(checkpoint, windows, kinds, parts, progress)
         output.write(target, parts.tensor)
         parts.remove()
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from None
+        what = f"{error.filename or target} cannot be read or written"
+        raise ConfigError(f"{what}: {error.strerror or error}") from None
     matrices = [name for name in checkpoint.tensor_names() if name.endswith("_proj.weight")]
     return Quantized(
         seconds=time.monotonic() - began,
-        bytes_before=sum(tensor.num_bytes for tensor in checkpoint.file.tensors.values()),
+        bytes_before=sum(path.stat().st_size for path in gguf_files(source)),
         bytes_after=target.stat().st_size,
         kept=tuple(name for name in matrices if name not in kinds),
         resumed=resumed,
@@ -116,13 +117,13 @@ def _round_layers(
     return done
 
 
-def _job(source: Path, bits: str, windows: torch.Tensor) -> dict[str, Any]:
+def _job(source: Path, kind: GGUFType, windows: torch.Tensor) -> dict[str, Any]:
     """Return what the parts of a run depend on."""
-    about = source.stat()
+    files = [(path.resolve(), path.stat()) for path in gguf_files(source)]
     return {
         "version": _VERSION,
-        "source": [str(source.resolve()), about.st_size, about.st_mtime_ns],
-        "bits": bits,
+        "source": [[str(path), about.st_size, about.st_mtime_ns] for path, about in files],
+        "kind": kind.name,
         "text": hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
     }
 
@@ -138,12 +139,20 @@ class _Parts:
     def restore(self, rounding: LayerRounding) -> int:
         """Give ``rounding`` the streams of an earlier run of the same job, and return how many
         layers are done; remove what is left of another job."""
+        job = self._folder / "job.json"
+        if self._folder.exists() and not job.exists() and any(self._folder.iterdir()):
+            raise ConfigError(
+                f"{self._folder} is there and holds no parts of an earlier run: move it away, or "
+                "name another output"
+            )
         try:
-            same = json.loads((self._folder / "job.json").read_text()) == self._job
+            same = json.loads(job.read_text()) == self._job
             if same:
                 with open(self._folder / "streams.npz", "rb") as file, np.load(file) as streams:
                     exact, rounded = streams["exact"], streams["rounded"]
                     done = int(streams["done"])
+                for layer in range(done):
+                    self._layer(str(layer))
                 if exact.shape == rounded.shape == tuple(rounding.exact.shape):
                     rounding.exact, rounding.rounded = map(torch.from_numpy, (exact, rounded))
                     return done
@@ -152,7 +161,7 @@ class _Parts:
             pass
         self.remove()
         self._folder.mkdir(parents=True)
-        (self._folder / "job.json").write_text(json.dumps(self._job))
+        job.write_text(json.dumps(self._job))
         return 0
 
     def save(self, index: int, found: dict[str, RoundedTensor], rounding: LayerRounding) -> None:
@@ -169,13 +178,16 @@ class _Parts:
         )
 
     def tensor(self, name: str) -> RoundedTensor:
-        layer = name.split(".")[2]
+        return self._layer(name.split(".")[2])[name]
+
+    def _layer(self, layer: str) -> dict[str, RoundedTensor]:
         if self._read[0] != layer:
-            with np.load(self._folder / f"layer-{layer}.npz") as arrays:
+            path = self._folder / f"layer-{layer}.npz"
+            with open(path, "rb") as file, np.load(file) as arrays:
                 named = {tuple(key.rsplit(":", 1)): arrays[key] for key in arrays.files}
             tensors = {name: RoundedTensor(GGUFType[kind], a) for (name, kind), a in named.items()}
             self._read = layer, tensors
-        return self._read[1][name]
+        return self._read[1]
 
     def remove(self) -> None:
         if self._folder.exists():
@@ -185,4 +197,5 @@ class _Parts:
         partial = self._folder / f"{name}.partial"
         with partial.open("wb") as file:
             np.savez(file, **arrays)
+            os.fsync(file.fileno())
         partial.replace(self._folder / name)

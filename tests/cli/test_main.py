@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 
@@ -53,3 +54,14 @@ def test_what_is_no_command_names_them_all() -> None:
     assert done.returncode == 2
     for name in COMMANDS:
         assert f"'{name}'" in done.stderr
+
+
+def test_no_help_says_a_thing_twice() -> None:
+    twice = re.compile(r"\b([a-zA-Z]+(?: [a-zA-Z]+){0,3})[;,]? (?:of )?\1\b")
+    parsers = [build_parser()]
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            assert not twice.search(action.help or ""), action.help
+    assert len(parsers) > len(COMMANDS)

@@ -272,6 +272,8 @@ def fuzz(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
     check(*loop.run_until_complete(run()), sent, bad)
 
 
+# it guards against request smuggling, so it has more examples than other properties have
+@settings(max_examples=150)
 @given(st.data())
 def test_answers_are_as_many_as_requests(
     loop: asyncio.AbstractEventLoop, data: st.DataObject

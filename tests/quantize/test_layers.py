@@ -20,6 +20,8 @@ from paceline.quantize.output import choose_kinds
 from tests.backends.torch.models import VOCAB, save_model
 
 LENGTH = 24
+# whole blocks of 32 weights
+SIZES = {"hidden_size": 96, "intermediate_size": 128}
 NAMES = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt-oss", "granite", "smollm3", "olmo2")
 
 
@@ -54,7 +56,7 @@ def hidden_states(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_streams(tmp_path: Path, name: str) -> None:
-    save_model(tmp_path, name)
+    save_model(tmp_path, name, **SIZES)
     checkpoint = open_checkpoint(tmp_path)
     windows = torch.from_numpy(np.random.default_rng(3).integers(0, VOCAB, (3, LENGTH)))
     kinds = choose_kinds(checkpoint, GGUFType.Q5_1)
@@ -65,6 +67,7 @@ def test_streams(tmp_path: Path, name: str) -> None:
         found |= set(tensors)
         assert 0 < lost < 0.05
     assert found == set(kinds)
+    assert any("mlp" in name and "down_proj" in name for name in found)
     for row, tokens in enumerate(windows):
         expected = hidden_states(checkpoint, tokens)
         got = rounding.exact[row * LENGTH : (row + 1) * LENGTH]

@@ -24,7 +24,7 @@ from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import CheckpointError, ConfigError
 
-__all__ = ["choose_draft"]
+__all__ = ["choose_draft", "choose_eagle3", "choose_mtp"]
 
 if TYPE_CHECKING:
     from paceline.backends.torch.head import HeadSettings
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     # (the served model's weights, settings, blocks) -> a head that drafts for it
     _Make: TypeAlias = Callable[[DecoderWeights, HeadSettings, int], HeadModel]
-
-__all__ = ["choose_eagle3", "choose_mtp"]
 
 
 def choose_eagle3(plan: LoadPlan) -> DraftPlan:

@@ -119,7 +119,7 @@ def add_limit_options(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="accept this Host header; *.NAME: any subdomain; may be given several times "
+        help="answer only to this Host header; *.NAME: any subdomain; may be given several times "
         "(default: any)",
     )
     web.add_argument(

@@ -239,7 +239,7 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
     group.add_argument(
         "--kv-cache-memory",
         type=memory_size,
-        help="size of the KV cache, size of the KV cache, such as 512MiB, or 2 for 2GiB",
+        help="size of the KV cache, such as 512MiB, or 2 for 2GiB",
     )
     group.add_argument(
         "--no-enable-prefix-caching",

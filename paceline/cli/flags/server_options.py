@@ -86,7 +86,7 @@ def add_server_options(parser: Parser) -> None:
         "--max-engine-restarts",
         type=bounded_int(0),
         default=5,
-        help=f"an engine that dies is replaced; after N deaths within {RESTART_WINDOW:g} s the "
+        help=f"an engine that dies is replaced; after N restarts within {RESTART_WINDOW:g} s the "
         "server gives up and exits; 0: the first death ends it (default 5)",
     )
     group.add_argument(

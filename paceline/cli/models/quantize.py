@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Final
 
+from paceline.checkpoints.gguf.shards import gguf_files
 from paceline.cli.flags.arguments import Parser
 from paceline.errors import ConfigError
 
 __all__ = ["add_parser"]
 
-_BITS: Final = ("4", "5")
 _EPILOG = """\
 examples:
   paceline quantize model-f16.gguf -o model-q4.gguf
   paceline quantize model-f16.gguf -o model-q4.gguf --calibration my-domain.txt --check
 
 The weights of the layers get 4 bits and the two numbers of each group of 32 another 1, the
-embedding and the head 8; the file has standard types alone (Q4_1, Q5_1, Q8_0), so llama.cpp and
-Ollama read it too. What is lost is kept small on a calibration text that runs through the model:
+embedding and the head 8; the file has standard types alone (Q4_1, Q8_0), so llama.cpp and Ollama
+read it too. What is lost is kept small on a calibration text that runs through the model:
 the package's own, of chat, prose and code, or one of yours. A run that was killed goes on where it
 ended when it is started again with the same arguments.
 """
@@ -36,9 +35,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file in 16 or 32 bits")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write, .gguf"
-    )
-    parser.add_argument(
-        "--bits", choices=_BITS, default="4", help="bits of a weight (default: %(default)s)"
     )
     parser.add_argument(
         "--calibration",
@@ -63,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output {target} must end in .gguf")
     if not target.parent.is_dir():
         raise ConfigError(f"--output {target}: there is no folder {target.parent}")
-    if target.exists() and source.exists() and target.samefile(source):
-        raise ConfigError(f"--output {target} is the model itself")
+    if target.exists() and any(target.samefile(part) for part in gguf_files(source)):
+        raise ConfigError(f"--output {target} is the model itself, or a part of it")
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} must be at least 1")
     try:
@@ -74,6 +70,12 @@ def run(args: argparse.Namespace) -> int:
         if error.name != "torch":
             raise
         raise ConfigError("quantize needs PyTorch: pip install 'paceline[torch]'") from None
+    if args.check:
+        from paceline.quantize.check import check, why_not
+
+        # before hours of work rather than behind them
+        if reason := why_not(source):
+            raise ConfigError(f"--check: {reason}")
     from paceline.engine.text.tokenizer import load_tokenizer
 
     windows = calibration_windows(load_tokenizer(source), args.calibration)
@@ -89,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
         source,
         target,
         windows,
-        bits=args.bits,
         threads=args.threads,
         progress=progress,
     )
@@ -97,14 +98,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"the first {result.resumed} layers were done by an earlier run")
     if result.kept:
         print(f"{len(result.kept)} matrices keep their bits, such as {result.kept[0]}: their rows "
-              "are no whole blocks of 32 weights")  # fmt: skip
+              "have a length that is not a multiple of 32")  # fmt: skip
     print(
         f"{target}: {result.bytes_after / 1e6:.1f} MB of {result.bytes_before / 1e6:.1f} MB, "
         f"{result.seconds:.0f} s"
     )
     if args.check:
-        from paceline.quantize.check import check
-
         loss = check(source, target, args.threads)
         print(
             f"next to float32 of the source: KL {loss.kl:.4f} nats a token, the likeliest token is "

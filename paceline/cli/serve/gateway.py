@@ -52,17 +52,16 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="URL of URL of an engine, instead of a file; may be repeated",
+        help="URL of an engine, instead of a file; may be repeated",
     )
     parser.add_argument(
-        "--host", metavar="HOST", help="address; address; default: the file's, else 127.0.0.1"
+        "--host", metavar="HOST", help="address; default: the file's, else 127.0.0.1"
     )
     parser.add_argument(
         "--port",
         type=bounded_int(0, 65535),
         metavar="PORT",
-        help="port to listen on; port to listen on; 0 takes a free one; default: the file's, else "
-        "8080",
+        help="port to listen on; 0 takes a free one; default: the file's, else 8080",
     )
     parser.add_argument(
         "--check", action="store_true", help="check the file, print errors, and exit"

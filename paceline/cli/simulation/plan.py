@@ -115,7 +115,7 @@ def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--model", required=True, metavar="NAME", help="name, or a checkpoint")
     plan_fleet.add_model_shape(parser)
     parser.add_argument(
-        "--hardware", required=True, metavar="NAME", help="known GPU; others list them"
+        "--hardware", required=True, metavar="NAME", help="a known GPU; a wrong name lists them"
     )
     parser.add_argument(
         "--gpus", type=bounded_int(1), default=1, help="GPUs per replica (default 1)"

@@ -43,11 +43,9 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         "--workload", required=True, metavar="SPEC", help="docs/understand/simulator.md"
     )
     parser.add_argument(
-        "--ttft", metavar="TIME", help="TTFT TTFT TTFT target of every request, such as 500ms"
+        "--ttft", metavar="TIME", help="TTFT target of every request, such as 500ms"
     )
-    parser.add_argument(
-        "--tpot", metavar="TIME", help="TPOT TPOT target of every request, such as 50ms"
-    )
+    parser.add_argument("--tpot", metavar="TIME", help="TPOT target of every request, such as 50ms")
     parser.add_argument("--deadline", metavar="TIME", help="deadline of every request, such as 30s")
     parser.add_argument(
         "--attainment",
@@ -72,7 +70,7 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--price-per-hour",
         metavar="P[,P]",
-        help="price price of one GPU of each --hardware, in order",
+        help="price of one GPU of each --hardware, in order",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the workload")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")

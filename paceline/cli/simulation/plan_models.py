@@ -59,7 +59,7 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         "--sequences",
         type=bounded_int(1),
         default=4,
-        help="sequences sequences that must fit at once (default 4)",
+        help="sequences that must fit at once (default 4)",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     parser.set_defaults(run=_run)

@@ -140,7 +140,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--price-per-hour",
         type=bounded_float(0.0),
         metavar="PRICE",
-        help="price price of one replica: adds the cost of a million output tokens",
+        help="price of one replica: adds the cost of a million output tokens",
     )
     group.add_argument(
         "--plot",
@@ -350,7 +350,7 @@ def _collector(pool: Pool) -> Collector:
     if len(pool.replicas) != 1 or pool.disaggregation is not None:
         raise ConfigError(
             "--timeline FILE.gz shows the requests of one replica, and more are simulated: leave "
-            ".gz out for the steps of all requests"
+            ".gz out for the steps of all replicas"
         )
     config = pool.replicas[0].config
     return Collector(config.scheduler, config.cache)

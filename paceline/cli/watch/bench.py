@@ -103,8 +103,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--input-len",
         metavar="TOKENS",
-        help="tokens tokens of prompts: 256 (default), uniform(LOW,HIGH), "
-        "lognormal(MEDIAN,SIGMA), ...",
+        help="tokens of prompts: 256 (default), uniform(LOW,HIGH), lognormal(MEDIAN,SIGMA), ...",
     )
     group.add_argument("--output-len", metavar="TOKENS", help="max_tokens, likewise (default 128)")
     group.add_argument(

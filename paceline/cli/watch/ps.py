@@ -43,7 +43,7 @@ class Server:
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "ps",
-        help="list the list the list the servers that run on this machine",
+        help="list the servers that run on this machine",
         description="List this user's servers on this machine; 'paceline top' watches one.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")

@@ -31,7 +31,7 @@ _MAX_BYTES: Final = 512 * 2**20
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "trace",
-        help="save the last minutes of a running server, for Perfetto",
+        help="save the last minute (--seconds) of a running server, for Perfetto",
         description="Save a running server's latest steps and their requests as a trace file.",
         epilog=_EPILOG,
     )

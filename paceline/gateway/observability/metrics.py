@@ -64,7 +64,7 @@ class GatewayMetrics:
         self._pressed = self._gauge("engine_memory_pressure", "1 while the engine lacks memory.")
         self._share = self._gauge(
             "engine_share",
-            "Share of its requests that the engine gets: below 1 after it has come back.",
+            "Share of its requests that the engine gets: for a while below 1 after it came back.",
         )
         self._slow = self._gauge(
             "engine_slow",

@@ -463,7 +463,8 @@ class Attempt:
     def _count(self, verdict: Verdict | None, now: float) -> None:
         """Inform the breakers of engine and model; note a cooldown that was asked for."""
         upstream, standing = self._upstream, self._standing
-        if verdict is not None and verdict.kind == "done":
+        # an engine that gave no more sign has failed, even where its answer was whole by then
+        if verdict is not None and verdict.kind == "done" and not self._is_of_engine:
             upstream.breaker.succeed(now)
             standing.end(self._path, "ok", now)
             return
@@ -481,11 +482,11 @@ class Attempt:
         standing.end(self._path, outcome, now)
 
     def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
-        """Return what the end of an attempt that is not done says about the model."""
+        """Return what the attempt's end says about the model."""
         if verdict is None or (verdict.kind == "lost" and self._is_of_engine):
             return "unknown"
         if verdict.kind != "refused":
-            return "failed"
+            return "ok" if verdict.kind == "done" else "failed"
         return outcome_of_refusal(
             self.status, self.headers, names_stored=self._context.names_stored,
             cooling_down=self._standing.cooldown_left(now) > 0.0,

@@ -41,12 +41,13 @@ def test_progress_and_result(
 
     monkeypatch.setattr(text, "calibration_windows", windows)
     figures = checking.Figures(top1=0.9, kl=0.0312, perplexity=8.0, perplexity_ratio=1.034)
+    monkeypatch.setattr(checking, "why_not", lambda source: None)
     monkeypatch.setattr(checking, "check", lambda source, target, threads: figures)
     target = model.with_name("q4.gguf")
     command = ["quantize", str(model), "-o", str(target), "--threads", "1"]
-    assert main([*command, "--calibration", "own.txt", "--bits", "5", "--check"]) == 0
+    assert main([*command, "--calibration", "own.txt", "--check"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("layer 1 of 2, error 0.") and out[0].endswith("s left")
+    assert out[0].startswith("layer 1 of 2, error ") and out[0].endswith("s left")
     assert out[2].startswith(f"{target}: 0.0 MB of ")
     assert out[3] == (
         "next to float32 of the source: KL 0.0312 nats a token, the likeliest token is the same at "
@@ -97,3 +98,13 @@ def test_without_pytorch(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["quantize", str(model), "-o", str(model.with_name("q4.gguf"))]) == 2
     assert "quantize needs PyTorch: pip install 'paceline[torch]'" in capsys.readouterr().err
+
+
+def test_what_cannot_be_checked_is_refused_before_the_work(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checking, "unavailable_reason", lambda: "no kernels here")
+    target = model.with_name("q4.gguf")
+    assert main(["quantize", str(model), "-o", str(target), "--check"]) == 2
+    assert "--check: no kernels here" in capsys.readouterr().err
+    assert not target.exists()

@@ -267,7 +267,7 @@ class StoredObjects:
                 ) from None
             if not _IS_ID.fullmatch(asked.input_file_id):
                 raise InvalidRequestError(
-                    f"no file has input_file_id {show(asked.input_file_id)}",
+                    f"input_file_id is not a file id, got {show(asked.input_file_id)}",
                     "input_file_id",
                 )
             upstream = await self._home("files", asked.input_file_id, incoming.tenant)
@@ -302,7 +302,7 @@ class StoredObjects:
         if limits or gateway.spending.key(tenant) is not None:
             raise HttpError(
                 403,
-                "this key has limits, which batches cannot have: send it to an engine",
+                "this key has limits, which cannot be enforced on batches: send it to an engine",
             )
 
     async def _list(self, incoming: IncomingRequest) -> None:
