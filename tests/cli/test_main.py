@@ -57,7 +57,8 @@ def test_what_is_no_command_names_them_all() -> None:
 
 
 def test_no_help_says_a_thing_twice() -> None:
-    twice = re.compile(r"\b([a-zA-Z]+(?: [a-zA-Z]+){0,3})[;,]? (?:of )?\1\b")
+    words = r"\b([a-zA-Z]+(?: [a-zA-Z]+){0,3})"
+    twice = re.compile(rf"{words} (?:of )?\1\b|{words}[;,] \2[;,]")
     parsers = [build_parser()]
     for parser in parsers:
         for action in parser._actions:

@@ -69,7 +69,7 @@ def test_the_new_file(source: Path, windows: torch.Tensor) -> None:
         # other rows would be four steps away
         steps = np.ptp(values.reshape(-1, 32), 1) / 15 if values.ndim == 2 else np.zeros(1)
         distance = np.abs(after.tensor(name) - values).reshape(len(steps), -1)
-        assert np.median(distance / np.maximum(steps, 1e-30)[:, None]) <= 1.2
+        assert np.median(distance / np.maximum(steps, 1e-30)[:, None]) <= 2.0
     own = {"general.file_type", "general.quantization_version"}
     kept = {key: value for key, value in after.metadata.items() if key not in own}
     assert kept == dict(before.metadata)
@@ -234,7 +234,7 @@ def test_experts_that_lie_in_one_tensor(tmp_path: Path, windows: torch.Tensor) -
         values = before.tensor(name)
         steps = np.ptp(values.reshape(-1, 32), 1) / 15
         distance = np.abs(after.tensor(name) - values).reshape(len(steps), -1)
-        assert np.median(distance / steps[:, None]) <= 1.2
+        assert np.median(distance / steps[:, None]) <= 2.0
 
 
 def test_another_alignment(tmp_path: Path, windows: torch.Tensor) -> None:
