@@ -285,7 +285,7 @@ def test_axe_finds_nothing_where_a_key_is_not_enough(
             ):  # fmt: skip
                 page.get_by_role("link", name=tab, exact=True).click()
                 here = page.locator("main > div:not([hidden])")
-                refused = here.get_by_text("wants a key of scope admin")
+                refused = here.get_by_text("requires a key of scope admin")
                 if key == USER:
                     refused.wait_for()
                 else:

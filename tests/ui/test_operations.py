@@ -47,7 +47,7 @@ def test_keys_and_what_they_used(tmp_path: Path, open_page: OpenPage) -> None:
         page = open_page(f"{server.url}/ui/operations")
         page.get_by_role("dialog", name="API key").wait_for()
         use_key(page, USER)
-        page.locator(".error").get_by_text("wants a key of scope admin").wait_for()
+        page.locator(".error").get_by_text("requires a key of scope admin").wait_for()
         use_key(page, ADMIN)
         row = page.get_by_role("row", name="alice")
         row.get_by_text("0 of 7/day").wait_for()

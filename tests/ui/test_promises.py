@@ -59,10 +59,10 @@ def test_it_wants_a_key_of_scope_admin(tmp_path: Path, open_page: OpenPage) -> N
         dialog = page.get_by_role("dialog", name="API key")
         dialog.get_by_label("Key").fill(USER)
         dialog.get_by_role("button", name="Use this key").click()
-        page.get_by_text("wants a key of scope admin; this one has user").wait_for()
+        page.get_by_text("requires a key of scope admin; this one has user").wait_for()
         assert page.get_by_role("region", name="Classes", exact=True).count() == 0
         page.get_by_role("link", name="What if").click()
-        page.get_by_text("what-if wants a key of scope admin; this one has user").wait_for()
+        page.get_by_text("what-if requires a key of scope admin; this one has user").wait_for()
         assert page.get_by_role("button", name=re.compile("^Simulate")).count() == 0
         page.get_by_role("link", name="Promises").click()
         page.get_by_role("button", name="API key").click()

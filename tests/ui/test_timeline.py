@@ -254,7 +254,7 @@ def test_who_may_not_see_it_is_told_so(tmp_path: Path, open_page: OpenPage) -> N
         dialog.wait_for()
         dialog.get_by_label("Key").fill(USER)
         dialog.get_by_role("button", name="Use this key").click()
-        page.locator(".notice").get_by_text("wants a key of scope admin").wait_for()
+        page.locator(".notice").get_by_text("requires a key of scope admin").wait_for()
         page.get_by_role("button", name="API key: set").click()
         dialog.get_by_label("Key").fill(ADMIN)
         dialog.get_by_role("button", name="Use this key").click()
