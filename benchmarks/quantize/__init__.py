@@ -1,1 +1,1 @@
-"""What four bits cost: ``paceline quantize`` on a twin of the default model."""
+"""The loss of ``paceline quantize``, measured on a twin of the default model."""

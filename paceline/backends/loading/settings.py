@@ -85,5 +85,5 @@ class BackendSettings:
 
     @property
     def drafts(self) -> bool:
-        """Whether a model or layers that draft are loaded."""
+        """Tell whether a model or layers that draft are loaded."""
         return self.draft_mtp or self.draft_path is not None

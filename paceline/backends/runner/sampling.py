@@ -97,7 +97,7 @@ class PreparedSampling:
 
 
 def asks_widely(params: SamplingParams) -> bool:
-    """Whether a request wants more log-probabilities than the few that a kernel finds."""
+    """Tell whether a request wants more log-probabilities than the few that a kernel finds."""
     return params.logprobs is not None and (
         params.logprobs > MAX_LOGPROBS or bool(params.logprob_token_ids)
     )
@@ -145,7 +145,7 @@ class Reshaping(NamedTuple):
 
     @property
     def names_tokens(self) -> bool:
-        """Whether more than the masks is to be applied."""
+        """Tell whether more than the masks is to be applied."""
         return (
             bool(self.bias_ids)
             or bool(self.banned_ids)
@@ -182,12 +182,12 @@ class SampleRow(NamedTuple):
 
     @property
     def reshapes(self) -> bool:
-        """Whether the logits change before the choice, maybe so that no token is left."""
+        """Tell whether the logits change before the choice, maybe so that none is left."""
         return self.sampling.reshapes or self.forbidden is not None or self.forbids_ending
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether the choice is the first of the largest raw logits."""
+        """Tell whether the choice is the first of the largest raw logits."""
         return self.sampling.params.temperature == 0.0 and not self.reshapes
 
     def reshaping(self) -> Reshaping:

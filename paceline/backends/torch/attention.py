@@ -143,8 +143,8 @@ def _cost(queries: int, keys: int) -> int:
 
 
 def _fits(size: int, queries: int, keys: int, useful: int, heads: int) -> bool:
-    """Whether ``size`` segments, padded to these dimensions, may be one product. ``useful`` is
-    their cost without padding."""
+    """Tell whether ``size`` padded segments may be one product. ``useful`` is their
+    cost without padding."""
     waste = size * _cost(queries, keys) - useful
     return (
         waste <= max(_GROUP_OVERHEAD, useful // 4) and size * heads * queries * keys <= _MAX_SCORES

@@ -44,7 +44,7 @@ class RMSNorm:
 class LayerWeights:
     """One layer, ready to compute with."""
 
-    # each norm is None where the architecture has none there
+    # a norm is None where the architecture lacks it
     input_norm: RMSNorm | None
     # [hidden] -> [(heads + 2 * kv_heads) * head_dim]: queries, keys, values
     qkv: Linear

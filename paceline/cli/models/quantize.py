@@ -18,10 +18,10 @@ examples:
   paceline quantize model-f16.gguf -o model-q4.gguf --calibration my-domain.txt --check
 
 The weights of the layers get 4 bits and the two numbers of each group of 32 another 1, the
-embedding and the head 8; the file has standard types alone (Q4_1, Q8_0), so llama.cpp and Ollama
-read it too. What is lost is kept small on a calibration text that runs through the model:
-the package's own, of chat, prose and code, or one of yours. A run that was killed goes on where it
-ended when it is started again with the same arguments.
+embedding and the head 8; the file has standard types alone (Q4_1, Q8_0). What is lost is kept small
+on a calibration text that runs through the model: the package's own, of chat, prose and code, or
+one of yours. A run that was killed goes on where it ended when it is started again with the same
+arguments.
 """
 
 
