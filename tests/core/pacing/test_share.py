@@ -174,6 +174,25 @@ def test_a_late_request_has_no_share_where_the_queue_timeout_bounds_its_wait() -
             assert "late" not in {r.request_id for r in flood.machine.scheduler.requests}
 
 
+def test_a_late_answer_longer_than_the_queue_timeout_keeps_its_rows() -> None:
+    """The timeout bounds the wait for a first token, not the answer behind it."""
+    flood = Flood(max_num_seqs=4, best_effort_share=0.1, queue_timeout_s=10.0)
+    flood.step()
+    late = make_request("late", 5, 1500, arrival=flood.machine.now - 2.0, slo=CHAT)
+    flood.machine.add(late)
+    while late.first_scheduled_time is None:
+        # the flood ebbs away, and what it leaves is the late request's
+        flood.step(waiting=0)
+    assert late.tier is Tier.DEMOTED
+    began, steps = flood.machine.now, 0
+    while "late" not in flood.machine.finished and steps < 3000:
+        flood.step()
+        steps += 1
+    assert flood.machine.now > began + 10.0 and late.num_preemptions == 0
+    # it sits out one step in forty at most, where prompts take the step's time
+    assert steps <= 1540
+
+
 @pytest.mark.parametrize("tenants", [1, 3])
 def test_no_tier_waits_for_ever_behind_another(tenants: int) -> None:
     """An endless flood of best effort with deadlines, and one request that asked for nothing."""

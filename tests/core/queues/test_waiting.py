@@ -196,3 +196,22 @@ def test_late_requests_that_never_began_go_newest_first_where_their_wait_is_boun
             machine.step()
             served += [row.request_id for row in machine.plans[-1].rows]
         assert [name for name in dict.fromkeys(served) if name in order] == order, timeout
+
+
+def test_the_oldest_late_request_rejoins_first_although_the_newest_is_served_first() -> None:
+    machine = Machine(max_num_seqs=1, policy="deadline", queue_timeout_s=60.0)
+    machine.add(make_request("runs", 5, 40, arrival=machine.now))
+    machine.step()
+    for name, before in (("old", 3.0), ("new", 1.0)):
+        arrival = machine.now - before
+        machine.add(make_request(name, 5, 4, arrival=arrival, slo=Slo(ttft=0.5)))
+    machine.add(make_request("on time", 5, 4, arrival=machine.now, slo=Slo(ttft=30.0)))
+    served: list[str] = []
+    while machine.scheduler.has_unfinished:
+        machine.step()
+        served += [row.request_id for row in machine.plans[-1].rows]
+        if served.count("on time") == 1:
+            # once the target is met, late requests endanger none: they go before what came later
+            machine.add(make_request("plain", 5, 4, arrival=machine.now))
+    assert machine.scheduler.state.totals.num_demoted == 2
+    assert list(dict.fromkeys(served)) == ["runs", "on time", "old", "new", "plain"]
