@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (7_795, ("core/**/*",), 7_800),
+    "core": (7_800, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
         2_834,
@@ -41,7 +41,7 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "sim": (6_845, ("sim/**/*",), 6_700),
     "cli": (7_827, ("cli/**/*",), 7_400),
     "benchmarks": (15_335, ("../benchmarks/**/*",), 13_500),
-    "tests": (90_896, ("../tests/**/*",), 83_000),
+    "tests": (90_913, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
@@ -36,7 +35,6 @@ _ROUNDING: Final = 1.001
 _TILE: Final = 16
 # most requests that one step demotes as late, as the step waits for that
 _MAX_DEMOTED: Final = 64
-_REJOIN: Final = methodcaller("move", Move.REJOIN)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -76,10 +74,13 @@ class PacedStep(Step):
             # a step without ordinary rows serves the requests that it just demoted
             return Reason.BUDGET if self.rows else None
         running = state.running.requests
-        if len(running) >= state.config.max_num_seqs:
+        free = state.config.max_num_seqs - len(running)
+        if free <= 0:
             return Reason.SLOTS
         if request.tier is Tier.ORDINARY or not running:
             return request
+        if request.tier is Tier.DEMOTED and self._yields(request, free):
+            return Reason.POLICY
         if state.valve.level >= Pressure.HOLD_BEST_EFFORT:
             return Reason.PRESSURE
         has_room = request is self._turn or self._has_room(request, math.inf)
@@ -108,8 +109,7 @@ class PacedStep(Step):
         return head
 
     def stands_aside(self, request: Request, last: Tier) -> bool:
-        holds_up = request is self._turn and self.share.is_saved_up
-        return request.tier > last and not holds_up
+        return request.tier > last and not (request is self._turn and self.share.is_saved_up)
 
     def _let_rejoin(self) -> None:
         """Make a late request ordinary again, in its order among requests without targets, once it
@@ -121,13 +121,12 @@ class PacedStep(Step):
         if not (self.others.without_ttft_target if head is None else head.slo.ttft is None):
             return
         # one at a time, and in order
-        late = min(
-            (*waiting.late, *filter(None, (waiting.demoted.peek(),))), key=ORDER, default=None
-        )
+        demoted = (*waiting.late, *filter(None, (waiting.demoted.peek(),)))
+        late = min(demoted, key=ORDER, default=None)
         if late is None or late.asked.slo.best_effort or (head and head.order < late.order):
             return
         if not self.feasibility.endangers(late, self.now, self.others):
-            waiting.move(late, _REJOIN)
+            waiting.move(late, lambda request: request.move(Move.REJOIN))
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
         late = self.feasibility.is_late(request, self.now)
@@ -155,11 +154,17 @@ class PacedStep(Step):
             # its prompt must not wait for best-effort rows, like those of running requests
             self.seconds = 0.0
 
+    def _yields(self, late: Request, free: int) -> bool:
+        """Whether it leaves the ``free`` slots, fewer than the root of all, to newcomers: by so
+        many the busy ones vary under Poisson arrivals (square-root staffing)."""
+        spare = round(math.sqrt(self.state.config.max_num_seqs))
+        busy = self.state.running.most_tokens[Tier.ORDINARY] > 0
+        return free < spare and busy and not self.share.has_share(late)
+
     def _limit(self, request: Request) -> float:
         """Return the predicted seconds of the step above which a best-effort request stays out."""
-        if request.tier is Tier.BACKGROUND:
-            return min(self.background_seconds, self.seconds)
-        return self.seconds
+        background = request.tier is Tier.BACKGROUND
+        return min(self.background_seconds, self.seconds) if background else self.seconds
 
     def _is_metered(self, request: Request) -> bool:
         """Whether the request pays for all that it adds to a step."""

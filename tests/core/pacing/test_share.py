@@ -193,6 +193,23 @@ def test_a_late_answer_longer_than_the_queue_timeout_keeps_its_rows() -> None:
     assert steps <= 1540
 
 
+@pytest.mark.parametrize("slots, others", [(1, 0), (2, 1), (4, 2), (8, 5), (16, 12)])
+def test_late_requests_leave_as_many_slots_free_as_the_root_of_all(slots: int, others: int) -> None:
+    """One that began would keep its slot while requests come that can still be on time."""
+    machine = Machine(max_num_seqs=slots, queue_timeout_s=60.0)
+    for index in range(slots):
+        name = f"chat{index}"
+        machine.add(make_request(name, 5, 10 * index + 10, arrival=machine.now, slo=CHAT))
+    machine.step()
+    late = make_request("late", 5, 4, arrival=machine.now - 2.0, slo=CHAT)
+    # it is demoted for this one
+    machine.add(late, make_request("on time", 5, 2, arrival=machine.now, slo=CHAT))
+    while late.first_scheduled_time is None:
+        machine.step()
+    assert late.history.demoted
+    assert len(machine.plans[-1].rows) - 1 == others
+
+
 @pytest.mark.parametrize("tenants", [1, 3])
 def test_no_tier_waits_for_ever_behind_another(tenants: int) -> None:
     """An endless flood of best effort with deadlines, and one request that asked for nothing."""
