@@ -21,9 +21,10 @@ This module does not know time (``now`` is an argument), tensors, text or transp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.memory.interface import KVCache
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote, StepResult
 from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.request_admission import Expired, RequestAdmission
@@ -32,6 +33,7 @@ from paceline.core.policies import FcfsPolicy
 from paceline.core.queues.fair_queue import TenantWeights
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import SchedulerStats
+from paceline.core.step.amend import amend
 from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
 from paceline.core.step.speculation import Speculation, SpeculationMaker, make_speculation
@@ -47,6 +49,7 @@ class Scheduler:
     Args:
         policy: overrides ``config.policy``.
         speculation: makes the source of draft tokens (``paceline.speculation``); None: no drafts.
+        kv: the cache to plan over, of ``cache``'s sizes; None: block tables of our own.
 
     Raises:
         ConfigError: see ``make_speculation``.
@@ -59,9 +62,10 @@ class Scheduler:
         policy: FcfsPolicy | None = None,
         *,
         speculation: SpeculationMaker | None = None,
+        kv: KVCache | None = None,
     ) -> None:
         self.config, self.cache = config, cache
-        self.state = state = SchedulerState(config, cache, policy)
+        self.state = state = SchedulerState(config, cache, policy, kv)
         self.policy, self.kv, self.valve = state.policy, state.kv, state.valve
         self.step_time, self.lengths = state.step_time, state.lengths
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
@@ -190,6 +194,26 @@ class Scheduler:
             pressure=self.valve.level, num_free_blocks=self.kv.pool.num_free, num_waiting=waiting,
         )  # fmt: skip
         return plan
+
+    def amend(
+        self,
+        plan: SchedulerOutput,
+        done: Mapping[str, range],
+        preempted: Collection[str],
+        now: float,
+    ) -> SchedulerOutput:
+        """Put right what was planned and did not run, and return the plan as it ran: for backends
+        that may decline a part, as one does that owns the memory. It is called after ``schedule``,
+        before the next plan. One without rows is not to be passed to ``update``.
+
+        Args:
+            done: the positions that ran of each row that came out otherwise; it may be empty.
+            preempted: ids of requests that the backend preempted by itself: they wait, without
+                blocks, and none of their tokens is computed.
+        """
+        self._last.version += 1
+        gone = [self._requests[each] for each in preempted]
+        return amend(self.state, plan, done, gone, now)
 
     # ------------------------------------------------------------------ results in
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
-from paceline.core.memory.kv_cache import blocks_for
+from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
@@ -104,7 +104,10 @@ class Replica:
         self.config = config
         drafter = drafter_maker(config.acceptance, _truth) if config.acceptance else None
         speculation = partial(Drafts, make=drafter)
-        self.scheduler = Scheduler(config.scheduling, config.cache, speculation=speculation)
+        self._kv = KVCacheManager(config.cache)
+        self.scheduler = Scheduler(
+            config.scheduling, config.cache, speculation=speculation, kv=self._kv
+        )
         self._times = step_times
         self._prompts = prompts
         self._on_end = on_end
@@ -235,7 +238,7 @@ class Replica:
         if self._recorder is not None:
             self._recorder.added(request, now)
         if job.received:
-            self.scheduler.kv.land_prefix(request)
+            self._kv.land_prefix(request)
 
     def _has_room(self, job: Job) -> bool:
         """Whether a request with its keys and values would be admitted at once. Until then they

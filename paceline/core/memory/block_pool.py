@@ -17,8 +17,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
-__all__ = ["BlockPool"]
+__all__ = ["BlockPool", "Pool"]
+
+
+class Pool(Protocol):
+    """Blocks as scheduling sees them: counts, of which it takes some. See ``BlockPool``."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_cached_free(self) -> int: ...
+    def allocate(self, count: int, /) -> list[int]: ...
 
 
 class BlockPool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.core.config import CacheConfig
-from paceline.core.memory.block_pool import BlockPool
+from paceline.core.memory.block_pool import Pool
 from paceline.core.outputs import BlockSwap
 from paceline.core.request import Request
 
@@ -18,7 +18,7 @@ __all__ = ["HostBlocks"]
 class HostBlocks:
     """Host blocks that hold requests' tokens. Part of ``KVCacheManager``."""
 
-    def __init__(self, config: CacheConfig, pool: BlockPool) -> None:
+    def __init__(self, config: CacheConfig, pool: Pool) -> None:
         self._pool, self._block_size = pool, config.block_size
         self._count = config.num_host_blocks
         self._free = list(range(self._count - 1, -1, -1))

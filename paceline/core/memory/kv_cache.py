@@ -16,21 +16,21 @@ This module does not know queues, budgets or time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
 from struct import Struct
-from typing import NamedTuple
 
 from paceline.core.config import CacheConfig
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.host_blocks import HostBlocks
+from paceline.core.memory.interface import Extension
 from paceline.core.memory.windows import WindowBlocks
 from paceline.core.outputs import BlockCopy
 from paceline.core.request import Request
 
-__all__ = ["Extension", "KVCacheManager", "blocks_for", "hash_block"]
+__all__ = ["KVCacheManager", "blocks_for", "hash_block"]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -66,18 +66,12 @@ def root_hash(cache_salt: str | None) -> bytes:
     return sha256(b"paceline-prefix" + salt).digest()
 
 
-class Extension(NamedTuple):
-    """Changes to a block table that a row needs before its step runs."""
-
-    new_block_ids: tuple[int, ...]
-    copy: BlockCopy | None
-
-
 _UNCHANGED = Extension((), None)
 
 
 class KVCacheManager:
-    """Block tables of all requests over one pool. Driven by the scheduler alone."""
+    """Block tables of all requests over one pool: the ``KVCache`` of our own backends. Driven by
+    the scheduler alone."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
@@ -136,6 +130,21 @@ class KVCacheManager:
         """Return how many of a waiting request's starting blocks others than ``without`` use."""
         gone = Counter(chain.from_iterable(other.block_ids for other in without))
         return sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
+
+    def num_freed(self, head: Request, losers: Sequence[Request]) -> Iterator[int]:
+        """Yield the blocks freed if the first 0, 1, 2, ... of ``losers`` go. A block is freed with
+        the last of its holders, unless ``head`` is about to hold it."""
+        wanted = set(self.starting_blocks(head))
+        holders: Counter[int] = Counter()
+        freed = 0
+        yield freed
+        for loser in losers:
+            holders.update(loser.block_ids)
+            freed += sum(
+                self.pool.ref_count(block_id) == holders[block_id] and block_id not in wanted
+                for block_id in loser.block_ids
+            )
+            yield freed
 
     def num_found(self, request: Request) -> int:
         """Return the tokens of a request without blocks that the prefix cache holds now. The prompt

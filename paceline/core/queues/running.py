@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
+from paceline.core.memory.interface import KVCache
+from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.queues.waiting import WaitingQueues
 from paceline.core.request import Request, RequestStatus
@@ -39,7 +40,7 @@ class RunningList:
         self,
         config: SchedulerConfig,
         cache: CacheConfig,
-        kv: KVCacheManager,
+        kv: KVCache,
         waiting: WaitingQueues,
         work: WorkEstimator,
     ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import add
 
-from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.memory.interface import KVCache
 from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.queues.wait_clocks import WaitClocks
 from paceline.core.request import ORDER, Request
@@ -62,7 +62,7 @@ class WaitingQueues:
     ``newest_first``: late requests that were never started are served newest first."""
 
     def __init__(
-        self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager, *, newest_first: bool
+        self, make_queue: Callable[[], WaitingQueue], kv: KVCache, *, newest_first: bool
     ) -> None:
         # a queue for each tier, and one for late requests; empty unless these go newest first
         self._queues = tuple(make_queue() for _ in Tier)

@@ -6,10 +6,8 @@ This module does not decide which of two requests is better.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.queues.running import place
 from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
@@ -54,7 +52,7 @@ def _fewest(state: SchedulerState, head: Request, losers: Sequence[Request]) -> 
     if not losers or not _lasts_without(state, losers, most, head):
         return ()
     freed: list[int] = []
-    for blocks in (counting := _freed_blocks(head, losers, state.kv)):
+    for blocks in (counting := state.kv.num_freed(head, losers)):
         freed.append(blocks)
         if slots + len(freed) > 1 and blocks >= shortfall:
             # these free enough for now
@@ -91,19 +89,3 @@ def _lasts_without(
     num_free = state.kv.pool.num_free + freed - sum(map(state.kv.num_missing, rest))
     outlook.hold(state.cache.num_blocks - num_free)
     return outlook.admits(head, num_shared)
-
-
-def _freed_blocks(head: Request, losers: Sequence[Request], kv: KVCacheManager) -> Iterator[int]:
-    """Yield the blocks freed if the first 0, 1, 2, ... of ``losers`` go. A block is freed with the
-    last of its holders, unless ``head`` is about to hold it."""
-    wanted = set(kv.starting_blocks(head))
-    holders: Counter[int] = Counter()
-    freed = 0
-    yield freed
-    for loser in losers:
-        holders.update(loser.block_ids)
-        freed += sum(
-            kv.pool.ref_count(block_id) == holders[block_id] and block_id not in wanted
-            for block_id in loser.block_ids
-        )
-        yield freed

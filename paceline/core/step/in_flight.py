@@ -31,8 +31,9 @@ class StepsInFlight:
 
     def __init__(self, step_time: StepTimeModel, lead_s: float) -> None:
         self._step_time, self._lead_s = step_time, lead_s
-        # with predicted seconds, and how many of them go into making draft tokens
-        self._steps: deque[tuple[int, list[Request], StepShape, float, float]] = deque()
+        # with predicted seconds, how many of them go into making draft tokens, and whether the
+        # step ran as planned
+        self._steps: deque[tuple[int, list[Request], StepShape, float, float, bool]] = deque()
         # when the last of these steps is predicted to end
         self._busy_until = 0.0
         # predicted seconds of steps without best effort, exponentially decayed, and their time
@@ -74,7 +75,7 @@ class StepsInFlight:
         """Add a planned step; ``requests`` has one entry per row. It is predicted to take
         ``seconds``, ``making`` of them for draft tokens that the backend makes, and
         ``ordinary_seconds`` without its best-effort rows; None: it has none."""
-        self._steps.append((step_id, requests, shape, seconds, making))
+        self._steps.append((step_id, requests, shape, seconds, making, True))
         self._busy_until = starts + seconds
         self.note_ordinary(starts, seconds if ordinary_seconds is None else ordinary_seconds)
 
@@ -84,9 +85,25 @@ class StepsInFlight:
         self._ordinary_seconds += seconds
         self._as_of = starts
 
+    def newest(self, plan: SchedulerOutput) -> list[Request]:
+        """Return the requests of the rows of the step that was planned last."""
+        step_id, requests, *_ = self._steps[-1]
+        assert step_id == plan.step_id, "a step is amended before the next one is planned"
+        return requests
+
+    def amend(self, requests: list[Request], shape: StepShape) -> None:
+        """Replace the rows of the step that was planned last, whose time is not learned then: what
+        kept the others out took time as well. Without rows, the step is dropped."""
+        step_id, _, _, seconds, _, _ = self._steps.pop()
+        self._busy_until -= seconds
+        if requests:
+            seconds = self._step_time.predict(shape)
+            self._steps.append((step_id, requests, shape, seconds, 0.0, False))
+            self._busy_until += seconds
+
     def pop(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
         """Take in the oldest step's result: learn from it, and return the requests of its rows."""
-        step_id, requests, shape, _, making = self._steps.popleft()
+        step_id, requests, shape, _, making, as_planned = self._steps.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
         planned = [len(token_ids) for _, token_ids, source in plan.drafts if source == DRAFT_MODEL]
         if planned and (unmade := sum(planned) - sum(len(ids) for _, ids in result.made)):
@@ -96,7 +113,7 @@ class StepsInFlight:
         self.num_decode_tokens += shape.narrow_rows
         # the next step has just begun
         self._busy_until = now + sum(map(_SECONDS, self._steps))
-        if result.elapsed > 0.0:
+        if as_planned and result.elapsed > 0.0:
             ready = self._step_time.ready
             predicted = self._step_time.observe(shape, result.elapsed)
             if ready:

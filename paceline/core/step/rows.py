@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.core.memory.kv_cache import Extension
+from paceline.core.memory.interface import Extension
 from paceline.core.outputs import ScheduledRow
 from paceline.core.request import Request
 from paceline.core.step.limits import Step

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.memory.interface import KVCache
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.memory.pressure import PressureValve
@@ -75,7 +76,11 @@ class SchedulerState:
     """The parts, made at rest and owned by the scheduler; they change, the references do not."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, policy: FcfsPolicy | None = None
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        policy: FcfsPolicy | None = None,
+        kv: KVCache | None = None,
     ) -> None:
         self.config, self.cache = config, cache
         # seconds of a step and lengths of outputs, learned online, and the work that follows
@@ -87,7 +92,8 @@ class SchedulerState:
             gap = config.max_token_gap_s
         adaptive = config.adaptive_token_budget
         self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
-        self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
+        self.kv: KVCache = kv or KVCacheManager(cache)
+        self.valve = PressureValve(config.pressure_threshold)
         newest_first = config.queue_timeout_s is not None and policy.serves_newest_late_first
         self.waiting = WaitingQueues(policy.make_queue, self.kv, newest_first=newest_first)
         self.forks = Forks()

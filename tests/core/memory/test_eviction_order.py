@@ -93,7 +93,8 @@ def test_a_duplicate_and_what_is_not_to_be_trusted_are_taken_first() -> None:
 def test_what_gave_its_blocks_up_finds_its_head_again(lost: int, found: int) -> None:
     """A table is released tail first, so another request takes the end of its tokens."""
     driver = Driver(num_blocks=6, block_size=4)
-    kv: KVCacheManager = driver.scheduler.kv
+    kv = driver.scheduler.kv
+    assert isinstance(kv, KVCacheManager)
     driver.add(make_request("first", 13, 1))
     driver.run()
     # three full blocks are cached; the fourth was partial, and two were never used
