@@ -1,0 +1,114 @@
+"""The way from vLLM's API processes to its engines: a Unix socket for each engine.
+
+vLLM has none for us between the two. An engine listens at ``FOLDER/PARENT/ENGINE.sock``, where the
+numbers are process ids; an API process finds the sockets below its own id or its parent's, so it
+needs no setting. PACELINE_VLLM_CHANNEL names another folder. A message is a line of JSON, and so is
+the answer::
+
+    {"fate": "TAG"}   ->  {"refusal": {...} or null, "timeline": {...}, ...}; null: not known yet
+    {"counts": true}  ->  {"steps": 740, "amended": 0, ...}
+
+This module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["Channel", "ask", "channel_folder"]
+
+_VARIABLE: Final = "PACELINE_VLLM_CHANNEL"
+# seconds that an answer may take
+_PATIENCE: Final = 1.0
+_MOST_BYTES: Final = 65_536
+_log: Final = logging.getLogger(__name__)
+Answer = Callable[[Mapping[str, Any]], Any]
+
+
+def channel_folder() -> Path:
+    """Return the folder of all channels of this user."""
+    return Path(
+        os.environ.get(_VARIABLE) or Path(tempfile.gettempdir()) / f"paceline-vllm-{os.getuid()}"
+    )
+
+
+class Channel:
+    """The engine's end: a thread that answers. A socket that cannot be made is logged; the engine
+    then runs without."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.path = channel_folder() / str(os.getppid()) / f"{os.getpid()}.sock"
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            # others must neither read fates nor take the engine's place
+            self.path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            if self.path.parent.parent.stat().st_uid != os.getuid():
+                raise OSError(f"{self.path.parent.parent} belongs to another user")
+            self.path.unlink(missing_ok=True)
+            self._listener.bind(str(self.path))
+            self._listener.listen(64)
+        except OSError as error:
+            self._listener.close()
+            _log.error("no channel for paceline.vllm.Admission: %s", error)
+            return
+        threading.Thread(target=self._accept, name="paceline-channel", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        with contextlib.suppress(OSError):
+            # wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+            self.path.parent.rmdir()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError, ValueError):
+                connection.settimeout(_PATIENCE)
+                with connection.makefile("rb") as lines:
+                    message = json.loads(lines.readline(_MOST_BYTES))
+                connection.sendall(json.dumps(self._answer(message)).encode() + b"\n")
+
+
+def _sockets() -> Iterator[Path]:
+    for parent in (os.getpid(), os.getppid()):
+        yield from sorted((channel_folder() / str(parent)).glob("*.sock"))
+
+
+async def ask(message: Mapping[str, Any]) -> list[Any]:
+    """Return the answers of all engines of this server that answer in time, without nulls."""
+    answers = await asyncio.gather(*(_ask(path, message) for path in _sockets()))
+    return [each for each in answers if each is not None]
+
+
+async def _ask(path: Path, message: Mapping[str, Any]) -> Any:
+    writer = None
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(json.dumps(message).encode() + b"\n")
+            return json.loads(await reader.readline())
+    except (OSError, TimeoutError, ValueError):
+        # an engine that has just ended, or is starting
+        return None
+    finally:
+        if writer is not None:
+            writer.close()

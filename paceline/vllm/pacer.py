@@ -1,0 +1,260 @@
+"""The core inside vLLM's engine process: its clock, its requests, and what it tells of them.
+
+``scheduler`` calls it from the engine's thread alone. Snapshots and fates are read by the channel's
+thread: each is a value that is replaced, never changed.
+
+This module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, Timeline
+from paceline.core.request import FinishReason, Request
+from paceline.core.scheduler import Scheduler
+from paceline.engine.recorder import FileRecorder
+from paceline.errors import QueueFullError, RequestError
+from paceline.vllm.mirror import MirroredCache
+from paceline.vllm.requests import core_request, tag_of
+from paceline.vllm.settings import Settings
+
+__all__ = ["Counts", "Fate", "Pacer", "Refusal"]
+
+# requests whose fates are kept after their end
+_KEPT: Final = 1_000
+_DEPTH: Final = 2
+
+
+class Refusal(NamedTuple):
+    """Why a request was not served."""
+
+    status: int
+    message: str
+    # seconds; None: coming back does not help
+    retry_after: float | None
+    reason: str
+    param: str | None
+
+
+class Fate(NamedTuple):
+    """What became of a request so far: a refusal, or its timeline."""
+
+    refusal: Refusal | None
+    timeline: Timeline | None
+    # seconds from arrival to first token; None: it has none yet
+    ttft: float | None
+    # rate after the first token; None for a single token
+    tokens_per_second: float | None
+    # targets that were missed
+    violated: tuple[str, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """Counters since the start, for metrics."""
+
+    num_steps: int = 0
+    # steps of which something did not run as planned
+    num_amended: int = 0
+    # steps that vLLM scheduled by itself, and faults that led to that
+    num_own_steps: int = 0
+    num_faults: int = 0
+    # requests that ended with targets, and those that kept them all
+    num_with_targets: int = 0
+    num_kept: int = 0
+
+
+class Pacer:
+    """See the module. ``find`` returns vLLM's own request by its id."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        cache: Any,
+        find: Callable[[str], Any],
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self._settings, self._theirs, self._find = settings, cache, find
+        self._clock, self._wall = clock, wall
+        self.counts = Counts()
+        # ids of requests that vLLM schedules by itself within our steps
+        self.foreign: set[str] = set()
+        # by the middleware's tag and by vLLM's id, oldest first
+        self.fates: OrderedDict[str, Fate] = OrderedDict()
+        self._tags: dict[str, str] = {}
+        self._live: dict[str, Request] = {}
+        # when the plans in flight were made, oldest first, and when the last result came
+        self._planned: list[float] = []
+        self._result_at = 0.0
+        self._recorder = (
+            None
+            if settings.record is None
+            else FileRecorder(Path(settings.record), settings.scheduler, settings.cache, _DEPTH)
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with an empty core; vLLM has no requests either."""
+        self.kv = MirroredCache(self._settings.cache, self._theirs, self._find)
+        self.core = Scheduler(self._settings.scheduler, self._settings.cache, kv=self.kv)
+        self.foreign.clear()
+        self._tags.clear()
+        self._live.clear()
+        self._planned.clear()
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, theirs: Any, max_model_len: int) -> None:
+        """Take a request that vLLM has queued.
+
+        Raises:
+            RequestError: it is not served; ``refuse`` keeps why.
+        """
+        now = self._clock()
+        # vLLM's time is that of another process, on the wall's clock
+        arrival = now - max(0.0, self._wall() - theirs.arrival_time)
+        request = core_request(theirs, max_model_len, arrival)
+        self.core.add_request(request)
+        self._live[request.request_id] = request
+        self._tags[request.request_id] = tag_of(theirs.sampling_params.extra_args)
+        if self._recorder is not None:
+            self._recorder.added(request, now)
+
+    def refuse(self, theirs: Any, error: RequestError) -> None:
+        """Keep why a request is not served."""
+        if isinstance(error, QueueFullError):
+            refusal = Refusal(429, str(error), error.retry_after, error.reason, None)
+        else:
+            refusal = Refusal(400, str(error), None, "", error.param)
+        tag = tag_of(getattr(theirs.sampling_params, "extra_args", None))
+        self._keep(tag, theirs.request_id, Fate(refusal, None, None, None, ()))
+
+    def take_dropped(self) -> list[str]:
+        """Return the waiting requests that the last plan dropped, once each."""
+        dropped = self.core.take_expired()
+        for expired in dropped:
+            self.refuse(self._find(expired.request_id), expired.error)
+            self._forget(expired.request_id)
+        return [expired.request_id for expired in dropped]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Note requests that ended in vLLM otherwise than by a step."""
+        self._end(self.core.abort(request_ids))
+        self.foreign.difference_update(request_ids)
+        if self._recorder is not None:
+            self._recorder.ended(request_ids, self._clock())
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Note requests of a step that vLLM ended: a stop token or string was found."""
+        self._end(self.core.abort(request_ids, FinishReason.STOP))
+
+    # ------------------------------------------------------------------ steps
+
+    def plan(self) -> SchedulerOutput:
+        """Return the plan of the next step."""
+        self.kv.begin_plan(self.core.state.running.requests)
+        return self.core.schedule(self._clock())
+
+    def settle(
+        self, plan: SchedulerOutput, done: Mapping[str, range], preempted: Sequence[str]
+    ) -> SchedulerOutput:
+        """Take in what vLLM made of the newest plan, and return the plan as it runs."""
+        now = self._clock()
+        if plan.rows:
+            self.counts.num_steps += 1
+        if done or preempted:
+            self.counts.num_amended += 1
+            plan = self.core.amend(plan, done, preempted, now)
+        if plan.rows:
+            self._planned.append(now)
+        return plan
+
+    def update(self, plan: SchedulerOutput, sampled: Sequence[tuple[int, ...]]) -> list[str]:
+        """Take in the tokens of the oldest step in flight; returns the ids of ended requests."""
+        now = self._clock()
+        planned = self._planned.pop(0)
+        # steps run one after another
+        elapsed = now - max(planned, self._result_at)
+        self._result_at = now
+        self.kv.forget_lookups()
+        result = StepResult(plan.step_id, tuple(sampled), elapsed=elapsed)
+        updates = self.core.update(plan, result, now, tell_all=False)
+        ended = self._end(updates)
+        if self._recorder is not None:
+            self._recorder.stepped(plan, planned, now, elapsed, updates)
+        return ended
+
+    # ------------------------------------------------------------------ fates
+
+    def _end(self, updates: Iterable[RequestUpdate]) -> list[str]:
+        ended = []
+        now = self._clock()
+        for update in updates:
+            if update.finish_reason is None:
+                continue
+            name = update.request_id
+            ended.append(name)
+            request, tag = self._live[name], self._tags[name]
+            first, arrival = request.first_token_time, request.asked.arrival_time
+            violated: tuple[str, ...] = ()
+            if first is not None and request.slo.has_targets:
+                violated = request.slo.violations(arrival, first, now, request.num_output_tokens)
+                self.counts.num_with_targets += 1
+                self.counts.num_kept += not violated
+            ttft = speed = None
+            if first is not None:
+                ttft, later = first - arrival, request.num_output_tokens - 1
+                speed = later / (now - first) if later > 0 and now > first else None
+            self._keep(tag, name, Fate(None, update.timeline, ttft, speed, violated))
+            self._forget(name)
+        return ended
+
+    def _keep(self, tag: str, name: str, fate: Fate) -> None:
+        for key in (tag, name):
+            if key:
+                self.fates[key] = fate
+        while len(self.fates) > 2 * _KEPT:
+            self.fates.popitem(last=False)
+
+    def _forget(self, name: str) -> None:
+        self._live.pop(name, None)
+        self._tags.pop(name, None)
+
+    # ------------------------------------------------------------------ for the channel's thread
+
+    def answer(self, message: Mapping[str, Any]) -> Any:
+        """Return the answer to a message of ``channel``."""
+        if "fate" in message:
+            fate = self.fates.get(str(message["fate"]))
+            return None if fate is None else _told(fate)
+        counts, stats = self.counts, self.core.stats()
+        return {
+            **dataclasses.asdict(counts),
+            "num_running": stats.num_running, "num_waiting": stats.num_waiting,
+            "num_demoted": stats.num_demoted, "num_preemptions": stats.num_preemptions,
+            "pressure_level": stats.pressure_level,
+            "predicted_step_seconds": stats.predicted_step_seconds,
+            "actual_step_seconds": stats.actual_step_seconds,
+            "refused": dict(stats.refused), "waited": dict(stats.waited),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Write the end of the recording."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _told(fate: Fate) -> dict[str, Any]:
+    timeline = None if fate.timeline is None else fate.timeline._asdict()
+    refusal = None if fate.refusal is None else fate.refusal._asdict()
+    return {
+        "refusal": refusal, "timeline": timeline, "ttft": fate.ttft,
+        "tokens_per_second": fate.tokens_per_second, "violated": list(fate.violated),
+    }  # fmt: skip

@@ -1,0 +1,100 @@
+"""vLLM's requests as the core's: targets, tenant and priority from what ``vllm_xargs`` carry.
+
+``admission`` writes these arguments; a client may set them itself. This module does not import
+vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
+from paceline.core.slo import NO_SLO, Slo
+from paceline.errors import InvalidRequestError
+
+__all__ = ["ARGUMENTS", "TAG", "core_request", "slo_arguments", "slo_of", "tag_of"]
+
+# seconds on the wire are milliseconds, as in ``slo`` of a body
+_TARGETS: Final = {
+    "ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "deadline_ms": "deadline",
+    "queue_ttl_ms": "queue_ttl",
+}  # fmt: skip
+# the name under which the middleware asks for the request's fate
+TAG: Final = "paceline_tag"
+# names of ours among the extra arguments; all others are other people's
+ARGUMENTS: Final = (*_TARGETS, "slo_class", "best_effort", "tenant", TAG)
+
+
+def slo_arguments(slo: Slo, tenant: str = "") -> dict[str, str | float | int]:
+    """Return targets as ``vllm_xargs``, which take strings and numbers alone."""
+    found: dict[str, str | float | int] = {}
+    for argument, field in _TARGETS.items():
+        seconds = getattr(slo, field)
+        if seconds is not None:
+            found[argument] = round(1e3 * seconds, 6)
+    if slo.best_effort:
+        found["best_effort"] = 1
+    if slo.slo_class != NO_SLO.slo_class:
+        found["slo_class"] = slo.slo_class
+    if tenant:
+        found["tenant"] = tenant
+    return found
+
+
+def slo_of(arguments: Mapping[str, Any]) -> Slo:
+    """Return the targets in extra arguments. Raises InvalidRequestError, which names the field."""
+    fields: dict[str, Any] = {}
+    for argument, field in _TARGETS.items():
+        value = arguments.get(argument)
+        if value is not None:
+            # Slo refuses numbers that are not positive
+            fields[field] = _number(argument, value) / 1e3
+    if "best_effort" in arguments:
+        fields["best_effort"] = _number("best_effort", arguments["best_effort"]) != 0
+    if "slo_class" in arguments:
+        fields["slo_class"] = _name("slo_class", arguments["slo_class"])
+    return Slo(**fields) if fields else NO_SLO
+
+
+def tag_of(arguments: Mapping[str, Any] | None) -> str:
+    """Return the name that the middleware gave the request; "" without a middleware."""
+    return str((arguments or {}).get(TAG, ""))
+
+
+def core_request(theirs: Any, max_model_len: int, arrival: float) -> Request:
+    """Return the core's request for one of vLLM's; ``arrival`` is a time of the core's clock.
+
+    The core gets no stop tokens: vLLM says who has ended. Raises InvalidRequestError.
+    """
+    arguments = getattr(theirs.sampling_params, "extra_args", None) or {}
+    tokens = theirs.prompt_token_ids
+    if tokens is None:
+        # given as vectors; only the number matters here
+        tokens = [0] * theirs.num_prompt_tokens
+    return Request(
+        RequestSpec(
+            request_id=theirs.request_id,
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(
+                max_tokens=max(1, min(theirs.max_tokens, max_model_len - theirs.num_prompt_tokens))
+            ),
+            arrival_time=arrival,
+            priority=theirs.priority,
+            slo=slo_of(arguments),
+            tenant=_name("tenant", arguments.get("tenant", "")),
+        )
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise InvalidRequestError(f"vllm_xargs.{name} must be a number, got {value!r}", name)
+    return float(value)
+
+
+def _name(name: str, value: Any) -> str:
+    if type(value) is not str:
+        raise InvalidRequestError(f"vllm_xargs.{name} must be a string, got {value!r}", name)
+    return value

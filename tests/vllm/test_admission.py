@@ -1,0 +1,288 @@
+"""The middleware before an application that answers by a script, and the channel to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from paceline.core.outputs import Timeline
+from paceline.vllm.admission import Admission
+from paceline.vllm.channel import Channel, ask
+from paceline.vllm.metrics import METRICS
+
+REFUSED = {
+    "status": 429, "message": "not accepted: 3 requests wait already; retry in 2.5 s",
+    "retry_after": 2.5, "reason": "queue-full", "param": None,
+}  # fmt: skip
+TIMELINE = Timeline((("tokens", 0.25),), 2, 0, 0, 0, False, 0.5)
+SERVED = {
+    "refusal": None, "timeline": TIMELINE._asdict(), "ttft": 0.4, "tokens_per_second": 20.0,
+    "violated": [],
+}  # fmt: skip
+COUNTS: dict[str, Any] = {
+    "num_steps": 7, "num_amended": 1, "num_own_steps": 0, "num_faults": 0, "num_with_targets": 3,
+    "num_kept": 2, "num_running": 4, "num_waiting": 5, "num_demoted": 6, "pressure_level": 0,
+    "predicted_step_seconds": 1.5, "actual_step_seconds": 1.25, "refused": {"queue-full": 8},
+    "waited": {"slots": 2.5},
+}  # fmt: skip
+
+
+class Engine:
+    """The other end of a channel: one answer for the fate of every tag."""
+
+    def __init__(self) -> None:
+        self.fate: Any = None
+        self.asked: list[Mapping[str, Any]] = []
+        self.channel = Channel(self._answer)
+
+    def _answer(self, message: Mapping[str, Any]) -> Any:
+        self.asked.append(message)
+        return COUNTS if "counts" in message else self.fate
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.channel.close()
+    assert not made.channel.path.exists()
+
+
+class App:
+    """Answers with a status and these parts, and keeps what it was asked."""
+
+    def __init__(self, status: int, *parts: bytes, path: str = "/v1/chat/completions") -> None:
+        self.status, self.parts, self.path = status, parts, path
+        self.body: Any = None
+        self.headers: dict[bytes, bytes] = {}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.headers = dict(scope["headers"])
+        self.body = (await receive())["body"]
+        length = str(sum(map(len, self.parts))).encode()
+        head = [(b"content-type", b"application/json")]
+        head += [(b"content-length", length)] if len(self.parts) == 1 else []
+        await send({"type": "http.response.start", "status": self.status, "headers": head})
+        for number, part in enumerate(self.parts, 1):
+            more = number < len(self.parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+
+def post(
+    app: App,
+    body: Any,
+    headers: Sequence[tuple[str, str]] = (),
+    method: str = "POST",
+) -> tuple[int, dict[str, str], bytes]:
+    """The status, headers and body that a caller gets."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent: list[Any] = []
+
+    async def run() -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": raw, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        pairs = [(b"content-length", str(len(raw)).encode())]
+        pairs += [(name.encode(), value.encode()) for name, value in headers]
+        scope = {"type": "http", "method": method, "path": app.path, "headers": pairs}
+        await Admission(app)(scope, receive, send)
+
+    asyncio.run(run())
+    assert [each["type"] for each in sent] == [
+        "http.response.start", *["http.response.body"] * (len(sent) - 1),
+    ]  # fmt: skip
+    found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], found, b"".join(each["body"] for each in sent[1:])
+
+
+def arguments(body: dict[str, Any], headers: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    """What vLLM gets as ``vllm_xargs``, without the tag."""
+    app = App(200, b"{}")
+    status, answer, _ = post(app, body, headers)
+    assert status == 200
+    passed = json.loads(app.body)
+    assert "slo" not in passed and app.headers[b"content-length"] == str(len(app.body)).encode()
+    found: dict[str, Any] = passed["vllm_xargs"]
+    assert found.pop("paceline_tag") == answer["x-paceline-request"]
+    return found
+
+
+# ---------------------------------------------------------------- the way in
+
+
+def test_targets_by_body_and_headers() -> None:
+    targets = {"ttft_ms": 500.0, "tpot_ms": 50.0}
+    assert arguments({"slo": {"ttft_ms": 500, "tpot_ms": 50}}) == targets
+    headers = [("x-slo-ttft-ms", "500"), ("x-slo-tpot-ms", "50")]
+    assert arguments({}, headers) == targets
+    assert arguments({"slo": {"ttft_ms": 500}}, headers) == targets
+    assert arguments({"slo": "batch"}) == {"best_effort": 1, "slo_class": "batch"}
+    assert arguments({}) == {}
+    # other people's arguments stay, and a caller may write ours there itself
+    assert arguments({"vllm_xargs": {"theirs": "x", "ttft_ms": 3}}) == {"theirs": "x", "ttft_ms": 3}
+
+
+def test_tenant_by_header_or_key() -> None:
+    assert arguments({}, [("x-llm-d-inference-fairness-id", "a")]) == {"tenant": "a"}
+    one, other = (
+        arguments({}, [("authorization", f"Bearer {key}")])["tenant"] for key in ("k1", "k2")
+    )
+    assert one != other and "k1" not in one
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param", "message"),
+    [
+        ({"slo": {"ttft_ms": -1}}, (), "slo.ttft_ms", "must be above 0"),
+        ({"slo": {"ttft": 1}}, (), "slo", "unknown fields"),
+        ({}, [("x-slo-ttft-ms", "soon")], "x-slo-ttft-ms", "must be a number of milliseconds"),
+        (
+            {"slo": {"ttft_ms": 500}}, [("x-slo-ttft-ms", "400")], "slo.ttft_ms",
+            "the body says 500 and a header says 400",
+        ),
+        ({"vllm_xargs": [1]}, (), "vllm_xargs", "must be an object, got a list"),
+        ({"vllm_xargs": {"ttft_ms": "1"}}, (), "ttft_ms", "must be a number, got '1'"),
+        (
+            {"vllm_xargs": {"ttft_ms": 1}, "slo": {"ttft_ms": 2}}, (), "vllm_xargs.ttft_ms",
+            "slo says 2.0 and vllm_xargs says 1",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_targets_are_named(body: Any, headers: Any, param: str, message: str) -> None:
+    app = App(200, b"{}")
+    status, _, answer = post(app, body, headers)
+    error = json.loads(answer)["error"]
+    assert status == 400 and error["param"] == param and message in error["message"]
+    assert app.body is None, "vLLM is not asked"
+
+
+def test_what_is_not_ours_passes_unchanged() -> None:
+    for app, body in (
+        (App(200, b"{}", path="/v1/embeddings"), {"slo": {"ttft_ms": 1}}),
+        (App(400, b"{}"), b"no JSON"),
+    ):
+        status, _, _ = post(app, body)
+        assert status == app.status
+        assert app.body == (body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+# ---------------------------------------------------------------- refusals
+
+
+STREAMED = (b'data: {"error": {"message": "Internal server error"}}\n\n', b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("app", [App(500, b'{"error": {}}'), App(200, *STREAMED)])
+def test_refusals_are_429(engine: Engine, app: App) -> None:
+    engine.fate = {"refusal": REFUSED, "timeline": None}
+    status, headers, body = post(app, {"stream": app.status == 200})
+    assert (status, headers["retry-after"]) == (429, "3")
+    assert json.loads(body)["error"]["message"] == REFUSED["message"]
+    assert headers["content-length"] == str(len(body))
+    assert engine.asked == [{"fate": headers["x-paceline-request"]}]
+
+
+def test_engine_that_refuses_a_bad_argument(engine: Engine) -> None:
+    refusal = {"status": 400, "message": "no", "retry_after": None, "reason": "", "param": "tenant"}
+    engine.fate = {"refusal": refusal, "timeline": None}
+    status, headers, body = post(App(500, b'{"error": {}}'), {})
+    assert status == 400 and "retry-after" not in headers
+    assert json.loads(body)["error"]["param"] == "tenant"
+
+
+def test_other_errors_stay_vllms(engine: Engine) -> None:
+    engine.fate = SERVED
+    assert post(App(500, b'{"error": {}}'), {})[0] == 500
+    status, _, body = post(App(200, *STREAMED), {"stream": True})
+    assert (status, body) == (200, b"".join(STREAMED))
+
+
+def test_answers_without_an_error_ask_nothing(engine: Engine) -> None:
+    assert post(App(200, b"data: {}\n\n", b"data: [DONE]\n\n"), {"stream": True})[0] == 200
+    assert not engine.asked
+
+
+def test_without_an_engine() -> None:
+    assert post(App(500, b'{"error": {}}'), {})[0] == 500
+    assert asyncio.run(ask({"fate": "t"})) == []
+
+
+# ---------------------------------------------------------------- explanations
+
+
+def test_explanation_in_a_whole_answer(engine: Engine) -> None:
+    engine.fate = SERVED
+    app = App(200, b'{"choices": [1], "usage": {"prompt_tokens": 3}}')
+    _, headers, body = post(app, {"explain": True})
+    usage = json.loads(body)["usage"]
+    assert usage["prompt_tokens"] == 3 and headers["content-length"] == str(len(body))
+    assert usage["timeline"]["waited_ms"] == {"tokens": 250.0}
+    assert usage["timeline"]["predicted_ttft_ms"] == 500.0 and usage["timeline"]["ttft_ms"] == 400.0
+    assert "explain" not in json.loads(app.body)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        b'data: {"choices": [], "usage": {"prompt_tokens": 3}}\n\n',
+        b'event: response.completed\ndata: {"type": "response.completed", "response": '
+        b'{"usage": {"input_tokens": 3}}}\n\n',
+        b'event: message_delta\ndata: {"type": "message_delta", "usage": {"output_tokens": 3}}\n\n',
+    ],
+)
+def test_explanation_in_the_last_chunk(engine: Engine, last: bytes) -> None:
+    engine.fate = SERVED
+    app = App(200, b'data: {"choices": [1], "usage": {"n": 1}}\n\n', last, b"data: [DONE]\n\n")
+    _, _, body = post(app, {"explain": True, "stream": True})
+    first, *_, end = body.split(b"\n\n")[:-1]
+    assert b"timeline" not in first and end == b"data: [DONE]"
+    assert body.count(b'"timeline":') == 1 and b'"waited_ms":{"tokens":250.0}' in body
+    assert json.loads(app.body)["stream_options"] == {"include_usage": True}
+
+
+def test_explanation_is_not_given_unasked(engine: Engine) -> None:
+    engine.fate = SERVED
+    _, _, body = post(App(200, b'{"usage": {}}'), {})
+    assert body == b'{"usage": {}}' and not engine.asked
+
+
+def test_explanation_at_its_address(engine: Engine) -> None:
+    engine.fate = SERVED
+    app = App(404, b"", path="/paceline/explain/abc")
+    status, _, body = post(app, b"", method="GET")
+    assert status == 200 and json.loads(body)["waited_ms"] == {"tokens": 250.0}
+    engine.fate = {"refusal": REFUSED, "timeline": None}
+    assert json.loads(post(app, b"", method="GET")[2])["refused"]["reason"] == "queue-full"
+    engine.fate = None
+    status, _, body = post(app, b"", method="GET")
+    assert status == 404 and b"no engine knows a request 'abc'" in body
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_follow_vllms(engine: Engine) -> None:
+    status, headers, body = post(App(200, b"vllm:x 1\n", path="/metrics"), b"", method="GET")
+    assert status == 200 and headers["content-length"] == str(len(body))
+    lines = body.decode().splitlines()
+    assert lines[0] == "vllm:x 1"
+    for line in (
+        'paceline:steps_total{engine="0"} 7', 'paceline:vllm_amended_steps_total{engine="0"} 1',
+        'paceline:requests_refused_total{engine="0",reason="queue-full"} 8',
+        'paceline:requests{engine="0",state="waiting"} 5',
+        'paceline:goodput_requests_total{engine="0"} 2',
+        'paceline:step_seconds_total{engine="0",kind="actual"} 1.25',
+    ):  # fmt: skip
+        assert line in lines
+    assert sum(line.startswith("# TYPE") for line in lines) == len(METRICS)
+
+
+def test_metrics_without_an_engine() -> None:
+    assert post(App(200, b"vllm:x 1\n", path="/metrics"), b"", method="GET")[2] == b"vllm:x 1\n"

@@ -1,0 +1,352 @@
+"""The adapter over the recorded interface of vLLM."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from paceline.errors import ConfigError
+from tests.vllm import fake
+
+
+@pytest.fixture(autouse=True)
+def shut_down() -> Iterator[None]:
+    yield
+    while Engine.made:
+        Engine.made.pop().scheduler.shutdown()
+
+
+class Engine:
+    """vLLM's engine loop with two steps in flight, each of which takes 10 ms."""
+
+    made: ClassVar[list[Engine]] = []
+
+    def __init__(self, kind: Any, *, num_blocks: int = 64, **config: Any) -> None:
+        self.now = 0.0
+
+        class Clocked(kind):  # type: ignore[misc]
+            clock = wall = staticmethod(lambda: self.now)
+
+        self.scheduler = Clocked(fake.Config(**config), num_blocks=num_blocks)
+        self.made.append(self)
+        self.flying: deque[Any] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, Any] = {}
+        # what each step computed
+        self.steps: list[dict[str, int]] = []
+
+    def add(self, name: str, prompt: int, max_tokens: int, **more: Any) -> fake.Request:
+        number = len(self.tokens) + 1
+        tokens = more.pop("tokens", [1000 * number + i for i in range(prompt)])
+        request = fake.Request(name, tokens, max_tokens, arrival_time=self.now, **more)
+        self.tokens[name] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> None:
+        """Plan a step, and take in the oldest one where two are in flight or none was planned."""
+        output = self.scheduler.schedule()
+        if output.num_scheduled_tokens:
+            self.steps.append(output.num_scheduled_tokens)
+        self.flying.append(output)
+        if len(self.flying) == 2 or not output.num_scheduled_tokens:
+            self.now += 0.01
+            self._deliver(self.flying.popleft())
+
+    def _deliver(self, output: Any) -> None:
+        names = list(output.num_scheduled_tokens)
+        sampled = [[len(self.tokens[name])] if name in output.samples else [] for name in names]
+        index = {name: i for i, name in enumerate(names)}
+        result = SimpleNamespace(req_id_to_index=index, sampled_token_ids=sampled)
+        for each in self.scheduler.update_from_output(output, result).values():
+            for news in each.outputs:
+                self.tokens[news.request_id] += news.new_token_ids
+                if news.finish_reason is not None:
+                    self.ended[news.request_id] = news.finish_reason
+        pacer = self.scheduler.pacer
+        if self.scheduler._paces:
+            pacer.core.check_integrity()
+
+    def run(self, most: int = 2_000) -> None:
+        for _ in range(most):
+            if self.scheduler.has_requests():
+                self.step()
+            elif self.flying:
+                self._deliver(self.flying.popleft())
+            else:
+                return
+        raise AssertionError("requests are left")
+
+
+def test_steps_are_the_plans(paced_class: Any) -> None:
+    engine = Engine(paced_class)
+    engine.add("long", 100, 4, extra_args={"ttft_ms": 60_000})
+    engine.add("short", 8, 4, extra_args={"ttft_ms": 100})
+    engine.run()
+    assert engine.tokens == {"long": [0, 1, 2, 3], "short": [0, 1, 2, 3]}
+    counts = engine.scheduler.pacer.counts
+    assert counts.num_steps == len(engine.steps) and not counts.num_amended
+    assert not counts.num_own_steps and not counts.num_faults
+    # the short one has less time, so it goes first, though it came later
+    assert list(engine.steps[0]) == ["short", "long"]
+    assert counts.num_with_targets == counts.num_kept == 2
+
+
+def test_without_the_plug_in_arrival_decides() -> None:
+    scheduler = fake.Scheduler(fake.Config())
+    for name, prompt in (("long", 100), ("short", 8)):
+        scheduler.add_request(fake.Request(name, list(range(prompt)), 4))
+    assert scheduler.schedule().num_scheduled_tokens == {"long": 64}
+
+
+def test_request_that_is_not_ready(paced_class: Any) -> None:
+    engine = Engine(paced_class)
+    engine.scheduler.unready.add("grammar")
+    engine.add("grammar", 8, 3)
+    engine.add("other", 8, 6)
+    for _ in range(4):
+        engine.step()
+    assert not engine.tokens["grammar"] and engine.tokens["other"]
+    amended = engine.scheduler.pacer.counts.num_amended
+    assert amended == 4, "its row was planned and did not run"
+    engine.scheduler.unready.clear()
+    engine.run()
+    assert engine.tokens == {"grammar": [0, 1, 2], "other": [0, 1, 2, 3, 4, 5]}
+    assert engine.scheduler.pacer.counts.num_amended == amended
+
+
+def test_cached_prefix_is_asked_of_vllm(paced_class: Any) -> None:
+    engine = Engine(paced_class)
+    prompt = list(range(40))
+    engine.add("first", 40, 2, tokens=prompt)
+    engine.run()
+    engine.add("second", 40, 2, tokens=prompt)
+    engine.step()
+    # 9 of 10 blocks were found: one token at least is computed
+    assert engine.steps[-1] == {"second": 4}
+    assert not engine.scheduler.pacer.counts.num_amended
+
+
+def test_stop_and_abort(paced_class: Any) -> None:
+    engine = Engine(paced_class)
+    engine.add("stops", 8, 50, stop_token=3)
+    engine.add("leaves", 8, 50)
+    for _ in range(6):
+        engine.step()
+    engine.scheduler.finish_requests("leaves", fake.RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert engine.tokens["stops"] == [0, 1, 2, 3]
+    assert engine.ended == {"stops": fake.FinishReason.STOP}
+    assert not engine.scheduler.pacer.core.has_unfinished
+    assert engine.scheduler.kv_cache_manager.num_free() == 64
+
+
+def test_refused_request_ends_with_an_error(paced_class: Any) -> None:
+    engine = Engine(
+        paced_class, additional_config={"paceline": {"max_num_waiting": 1}}, max_num_seqs=1
+    )
+    for number in range(4):
+        engine.add(f"r{number}", 20, 4, extra_args={"paceline_tag": f"tag{number}"})
+        engine.step()
+    engine.run()
+    refused = [name for name, reason in engine.ended.items() if reason == fake.FinishReason.ERROR]
+    assert refused, "the queue holds one"
+    fate = engine.scheduler.pacer.answer({"fate": f"tag{refused[0][1:]}"})
+    assert fate["refusal"]["status"] == 429 and fate["refusal"]["retry_after"] > 0.0
+    assert "the limit is 1" in fate["refusal"]["message"]
+    served = engine.scheduler.pacer.answer({"fate": "tag0"})
+    assert served["refusal"] is None and served["timeline"] is not None and served["ttft"] > 0.0
+    assert engine.scheduler.pacer.answer({"fate": "nonsense"}) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ttft_ms": 0}, "slo.ttft_ms must be above 0"),
+        ({"tpot_ms": "fast"}, "vllm_xargs.tpot_ms must be a number, got 'fast'"),
+        ({"tenant": 7}, "vllm_xargs.tenant must be a string, got 7"),
+    ],
+)
+def test_bad_arguments_end_that_request_alone(
+    paced_class: Any, arguments: dict[str, Any], message: str
+) -> None:
+    engine = Engine(paced_class)
+    engine.add("bad", 8, 4, extra_args=arguments | {"paceline_tag": "t"})
+    engine.add("good", 8, 4)
+    engine.run()
+    assert engine.ended["bad"] == fake.FinishReason.ERROR and len(engine.tokens["good"]) == 4
+    refusal = engine.scheduler.pacer.answer({"fate": "t"})["refusal"]
+    assert refusal["status"] == 400 and message in refusal["message"]
+
+
+def test_dropped_after_its_time_in_the_queue(paced_class: Any) -> None:
+    engine = Engine(paced_class, max_num_seqs=1)
+    engine.add("runs", 8, 40)
+    engine.step()
+    engine.add("waits", 8, 4, extra_args={"queue_ttl_ms": 50, "paceline_tag": "t"})
+    engine.run()
+    assert engine.ended["waits"] == fake.FinishReason.ERROR
+    assert engine.scheduler.pacer.answer({"fate": "t"})["refusal"]["reason"] == "expired"
+
+
+def test_streaming_input_is_vllms_alone(paced_class: Any) -> None:
+    engine = Engine(paced_class)
+    engine.add("session", 30, 5, resumable=True)
+    engine.add("ours", 30, 5)
+    engine.run()
+    assert len(engine.tokens["session"]) == len(engine.tokens["ours"]) == 5
+    assert not engine.scheduler.pacer.counts.num_own_steps
+
+
+def test_fault_of_ours_ends_pacing_and_not_the_engine(
+    paced_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(paced_class)
+    engine.add("a", 100, 6)
+    engine.step()
+
+    def broken(now: float) -> Any:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(engine.scheduler.pacer.core, "schedule", broken)
+    engine.add("b", 20, 6)
+    with caplog.at_level(logging.ERROR):
+        engine.run()
+    assert [len(tokens) for tokens in engine.tokens.values()] == [6, 6]
+    counts = engine.scheduler.pacer.counts
+    assert counts.num_faults == 1 and counts.num_own_steps
+    assert sum("paceline_fault" in record.message for record in caplog.records) == 1
+    # once all of these have ended, steps are planned again
+    own = counts.num_own_steps
+    engine.add("c", 20, 6)
+    engine.run()
+    assert counts.num_own_steps == own and len(engine.tokens["c"]) == 6
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_blocks", [24, 200])
+def test_every_request_gets_exactly_its_tokens(
+    paced_class: Any, seed: int, num_blocks: int
+) -> None:
+    chance = random.Random(seed)
+    engine = Engine(paced_class, num_blocks=num_blocks)
+    shared = list(range(20))
+    wanted, left = {}, []
+    for number in range(40):
+        name, prompt = f"r{number}", chance.randrange(1, 60)
+        wanted[name] = chance.randrange(1, 12)
+        tokens = [10_000 * number + i for i in range(prompt)]
+        if chance.random() < 0.5:
+            tokens[:20] = shared[:prompt]
+        targets = {"ttft_ms": chance.choice([50, 5_000])} if chance.random() < 0.7 else None
+        engine.add(name, prompt, wanted[name], tokens=tokens, extra_args=targets)
+        for _ in range(chance.randrange(4)):
+            engine.step()
+        if chance.random() < 0.2 and name in engine.scheduler.requests:
+            engine.scheduler.finish_requests(name, fake.RequestStatus.FINISHED_ABORTED)
+            left.append(name)
+    engine.run()
+    for name, count in wanted.items():
+        if name not in left:
+            assert engine.tokens[name] == list(range(count)), name
+    counts = engine.scheduler.pacer.counts
+    assert not counts.num_faults and not counts.num_own_steps
+    if num_blocks == 200:
+        assert counts.num_amended <= 0.02 * counts.num_steps
+    assert engine.scheduler.kv_cache_manager.num_free() == num_blocks
+
+
+# ---------------------------------------------------------------- refused at start
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"speculative_config": object()}, "does not support --speculative-config"),
+        ({"kv_transfer_config": object()}, "KV connectors"),
+        (
+            {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)},
+            "--pipeline-parallel-size",
+        ),
+        ({"policy": "priority"}, "--scheduling-policy priority"),
+        ({"long_prefill_token_threshold": 512}, "--long-prefill-token-threshold"),
+        (
+            {"model_config": SimpleNamespace(max_model_len=256, runner_type="pooling")},
+            "pooling models",
+        ),
+        ({"additional_config": {"paceline": 3}}, "paceline must be an object, got 3"),
+        ({"additional_config": {"paceline": {"polcy": "fair"}}}, "paceline.polcy is not a setting"),
+        (
+            {"additional_config": {"paceline": {"max_predicted_wait_s": 5}}},
+            "max_predicted_wait_s is now max_predicted_ttft_s",
+        ),
+        (
+            {"additional_config": {"paceline": {"max_num_seqs": 4}}},
+            "paceline.max_num_seqs is vLLM's --max-num-seqs",
+        ),
+        (
+            {"additional_config": {"paceline": {"policy": "best"}}},
+            "paceline.policy must be one of fcfs, sjf",
+        ),
+        (
+            {"additional_config": {"paceline": {"default_ttft_s": "2"}}},
+            "paceline.default_ttft_s must be a number, got '2'",
+        ),
+        (
+            {"additional_config": {"paceline": {"default_ttft_s": -1}}},
+            "default_ttft_s must be above 0, got -1",
+        ),
+        (
+            {"additional_config": {"paceline": {"demote_late": 1}}},
+            "paceline.demote_late must be a bool, got 1",
+        ),
+    ],
+)
+def test_refused_at_start(paced_class: Any, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        paced_class(fake.Config(**config))
+    assert message in str(error.value)
+
+
+def test_settings_have_an_effect(paced_class: Any) -> None:
+    engine = Engine(paced_class, additional_config={"paceline": {"policy": "sjf"}})
+    engine.add("long", 100, 4)
+    engine.add("short", 8, 4)
+    engine.step()
+    assert next(iter(engine.steps[0])) == "short"
+
+
+def test_missing_names_are_named(paced_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(fake.Scheduler, "_reserve_prefill_lookahead")
+    monkeypatch.delattr(fake.KVCacheManager, "get_computed_blocks")
+    with pytest.raises(ConfigError) as error:
+        paced_class(fake.Config())
+    assert "Scheduler._reserve_prefill_lookahead" in str(error.value)
+    assert "KVCacheManager.get_computed_blocks" in str(error.value)
+
+
+def test_schedule_that_cuts_no_chunks_is_refused(
+    paced_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def schedule(self: Any) -> Any:
+        return self.running, self.waiting, self.max_num_scheduled_tokens
+
+    monkeypatch.setattr(fake.Scheduler, "schedule", schedule)
+    with pytest.raises(ConfigError, match="the use of _reserve_prefill_lookahead in"):
+        paced_class(fake.Config())
+
+
+def test_version_that_was_not_tried_warns(
+    paced_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    paced_class(fake.Config())
+    assert "vLLM 0.33.1 has every name that is used, but only 0.31.*" in caplog.text
