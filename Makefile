@@ -88,7 +88,7 @@ test-clients: $(READY) model ## other people's SDKs and tools against a live ser
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 	@$(BIN)/python -m tests.clients.vectors
 	@$(BIN)/python -m tests.clients.typescript
-test-upstreams: $(READY) model ## the gateway before llama.cpp's server and vLLM, which are killed under its streams (KINDS=vllm)
+test-upstreams: $(READY) model ## the gateway before llama.cpp's server and vLLM, killed under its streams, and our scheduler inside vLLM (KINDS="vllm paced")
 	@$(BIN)/python -m tests.upstreams $(KINDS)
 
 docs: $(DOCS_STAMP) ## the docs site into build/site; fails where a page has a broken link

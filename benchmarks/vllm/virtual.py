@@ -60,7 +60,8 @@ class Case:
     lengths: tuple[int, int] | None = None
     # whether each step is compared with the plan, and all counters with vLLM's
     checks: bool = False
-    targets: bool = True
+    # only steps with so many waiting count for the time in Python; None: all
+    waiting: tuple[int, int] | None = None
 
 
 class Clock:
@@ -173,9 +174,9 @@ def jobs_of(case: Case) -> Iterator[Job]:
             tokens[: len(prefix)] = prefix[:prompt]
         gone = chance.expovariate(0.5) if chance.random() < case.aborted else None
         ttft = LONG_TTFT if prompt > LONG else SHORT_TTFT
-        targets = {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * TPOT} if case.targets else {}
+        targets = {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * TPOT}
         sampling = SamplingParams(
-            max_tokens=output, temperature=0.0, ignore_eos=True, extra_args=targets or None
+            max_tokens=output, temperature=0.0, ignore_eos=True, extra_args=targets
         )
         request = Request(
             f"r{number}", tokens, sampling, None, arrival_time=at, block_hasher=hasher
@@ -199,7 +200,9 @@ class Run:
         # (output of vLLM, when the step ends)
         self.flying: deque[tuple[Any, float]] = deque()
         self.busy_until = 0.0
-        self.seconds = 0.0
+        # seconds in the scheduler, of which vLLM's own methods took a part, and in how many steps
+        self.seconds = self.own_seconds = 0.0
+        self.num_timed = 0
         self.num_steps = self.num_compared = 0
 
     def run(self) -> dict[str, Any]:
@@ -221,17 +224,22 @@ class Run:
         return self._summary()
 
     def _call(self, name: str, *args: Any) -> Any:
-        began = time.perf_counter()
+        least, most = self.case.waiting or (0, self.case.count)
+        counts = least <= len(self.scheduler.waiting) <= most
+        began, own = time.perf_counter(), Own.seconds
         result = getattr(self.scheduler, name)(*args)
-        self.seconds += time.perf_counter() - began
+        if counts:
+            self.seconds += time.perf_counter() - began
+            self.own_seconds += Own.seconds - own
+            self.num_timed += name == "update_from_output"
         return result
 
     def _arrive(self) -> None:
         while self.coming and self.coming[0].arrival <= self.clock.now:
-            self._call("add_request", self.coming.popleft().request)
+            self.scheduler.add_request(self.coming.popleft().request)
         while self.leaving and self.leaving[0][0] <= self.clock.now:
             _, name = self.leaving.pop(0)
-            self._call("finish_requests", name, RequestStatus.FINISHED_ABORTED)
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _launch(self, output: Any) -> None:
         tokens = output.num_scheduled_tokens
@@ -294,8 +302,8 @@ class Run:
             "ttft_p99_s": round(firsts[int(0.99 * len(firsts))], 4),
             "tokens_per_s": round(sum(len(j.tokens) for j in jobs) / max(j.last for j in jobs), 1),
             "steps": self.num_steps,
-            "us_per_step": round(1e6 * self.seconds / max(1, self.num_steps), 1),
-            "vllm_us_per_step": round(1e6 * Own.seconds / max(1, self.num_steps), 1),
+            "us_per_step": round(1e6 * self.seconds / max(1, self.num_timed), 1),
+            "vllm_us_per_step": round(1e6 * self.own_seconds / max(1, self.num_timed), 1),
         }
         if self.case.scheduler == "paced":
             counts = self.scheduler.pacer.counts
@@ -316,16 +324,14 @@ def share(values: Iterator[bool]) -> float | None:
 
 def main() -> None:
     """Read cases from standard input, one JSON object a line, and print one result a line."""
-    for name in ("schedule", "update_from_output", "add_request", "finish_requests"):
+    for name in ("schedule", "update_from_output"):
         _timed(name)
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
             values = json.loads(line)
-            if values.get("lengths"):
-                values["lengths"] = tuple(values["lengths"])
-            Own.seconds = 0.0
-            print(json.dumps(Run(Case(**values), Path(folder)).run()), flush=True)
+            pairs = {name: tuple(values[name]) for name in ("lengths", "waiting") if name in values}
+            print(json.dumps(Run(Case(**(values | pairs)), Path(folder)).run()), flush=True)
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ async def _explanation(tag: str) -> dict[str, Any] | None:
                 timeline = Timeline(**fate["timeline"])
                 told = Explanation.of(timeline, fate["ttft"], None, fate["tokens_per_second"])
                 found: dict[str, Any] = msgspec.to_builtins(told)
-                return found | {"violated": fate["violated"]}
+                return found | {"targets": fate["targets"], "violated": fate["violated"]}
     return None
 
 

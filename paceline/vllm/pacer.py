@@ -20,7 +20,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.engine.recorder import FileRecorder
 from paceline.errors import QueueFullError, RequestError
 from paceline.vllm.mirror import MirroredCache
-from paceline.vllm.requests import core_request, tag_of
+from paceline.vllm.requests import core_request, slo_arguments, tag_of
 from paceline.vllm.settings import Settings
 
 __all__ = ["Counts", "Fate", "Pacer", "Refusal"]
@@ -50,7 +50,8 @@ class Fate(NamedTuple):
     ttft: float | None
     # rate after the first token; None for a single token
     tokens_per_second: float | None
-    # targets that were missed
+    # the targets, as ``vllm_xargs`` has them, and those that were missed
+    targets: Mapping[str, str | float | int]
     violated: tuple[str, ...]
 
 
@@ -134,7 +135,7 @@ class Pacer:
         else:
             refusal = Refusal(400, str(error), None, "", error.param)
         tag = tag_of(getattr(theirs.sampling_params, "extra_args", None))
-        self._keep(tag, theirs.request_id, Fate(refusal, None, None, None, ()))
+        self._keep(tag, theirs.request_id, Fate(refusal, None, None, None, {}, ()))
 
     def take_dropped(self) -> list[str]:
         """Return the waiting requests that the last plan dropped, once each."""
@@ -212,7 +213,8 @@ class Pacer:
             if first is not None:
                 ttft, later = first - arrival, request.num_output_tokens - 1
                 speed = later / (now - first) if later > 0 and now > first else None
-            self._keep(tag, name, Fate(None, update.timeline, ttft, speed, violated))
+            targets = slo_arguments(request.slo)
+            self._keep(tag, name, Fate(None, update.timeline, ttft, speed, targets, violated))
             self._forget(name)
         return ended
 
@@ -256,5 +258,6 @@ def _told(fate: Fate) -> dict[str, Any]:
     refusal = None if fate.refusal is None else fate.refusal._asdict()
     return {
         "refusal": refusal, "timeline": timeline, "ttft": fate.ttft,
-        "tokens_per_second": fate.tokens_per_second, "violated": list(fate.violated),
+        "tokens_per_second": fate.tokens_per_second, "targets": dict(fate.targets),
+        "violated": list(fate.violated),
     }  # fmt: skip

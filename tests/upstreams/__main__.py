@@ -2,9 +2,10 @@
 
 Both are set up as for ``make bench NAME=peers``, once, in the cache. Prints a table
 of what was found, by check and kind; ends with 1 where the gateway did something else than it
-should. A kind that cannot be set up here is reported absent with the reason.
+should. A kind that cannot be set up here is reported absent with the reason. ``paced`` is vLLM with
+Paceline's scheduler inside, without a gateway; its checks are those of ``paced``.
 
-    python -m tests.upstreams [llama.cpp | vllm ...]
+    python -m tests.upstreams [llama.cpp | vllm | paced ...]
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.common.setup import Peer
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.vllm_cpu import VllmCpu
 from paceline.gateway.settings.config import EngineKind
+from tests.upstreams import paced
 from tests.upstreams.checks import CHECKS, CheckFailedError, Pair
 
 # seconds that one check may take
@@ -93,14 +95,37 @@ async def _run(pair: Pair) -> tuple[dict[str, str], int]:
     return found, failed
 
 
+def _paced(peer: VllmCpu, folder: Path) -> int:
+    """The checks of vLLM with our scheduler inside, printed; how many failed."""
+    peer.setup()
+    plain = paced.plain_answers(peer, folder)
+    with paced.paced_server(peer, folder) as (port, model):
+
+        async def run() -> int:
+            failed = 0
+            base = f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient(base_url=base, timeout=_CHECK_SECONDS) as client:
+                server = paced.Server(client, model, plain)
+                for name, check in paced.CHECKS.items():
+                    try:
+                        found = await check(server)
+                    except Exception as error:
+                        found = f"FAILED: {type(error).__name__} {error}"[:300]
+                        failed += 1
+                    print(f"paced      {name:45} {found}", flush=True)
+            return failed
+
+        return asyncio.run(run())
+
+
 def main() -> int:
     # ended from outside, it ends what it started: finally clauses run
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     places, _ = our_places()
     peers: Mapping[EngineKind, Peer] = {"llama.cpp": LlamaCpp(places), "vllm": VllmCpu(places)}
     wanted = [kind for kind in peers if kind in sys.argv[1:] or not sys.argv[1:]]
-    for unknown in {*sys.argv[1:]} - {*peers}:
-        print(f"there is no {unknown}; there are {', '.join(peers)}", file=sys.stderr)
+    for unknown in {*sys.argv[1:]} - {*peers, "paced"}:
+        print(f"there is no {unknown}; there are {', '.join(peers)}, paced", file=sys.stderr)
         return 2
     columns: dict[str, Mapping[str, str]] = {}
     absent: dict[str, str] = {}
@@ -114,6 +139,11 @@ def main() -> int:
                     failed += bad
             except Unavailable as error:
                 absent[kind] = str(error)
+        if "paced" in sys.argv[1:] or not sys.argv[1:]:
+            try:
+                failed += _paced(VllmCpu(places), Path(made))
+            except Unavailable as error:
+                absent["paced"] = str(error)
     print("| | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for name in CHECKS:

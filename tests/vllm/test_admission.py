@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ REFUSED = {
 TIMELINE = Timeline((("tokens", 0.25),), 2, 0, 0, 0, False, 0.5)
 SERVED = {
     "refusal": None, "timeline": TIMELINE._asdict(), "ttft": 0.4, "tokens_per_second": 20.0,
+    "targets": {"ttft_ms": 500.0},
     "violated": [],
 }  # fmt: skip
 COUNTS: dict[str, Any] = {
@@ -286,3 +288,16 @@ def test_metrics_follow_vllms(engine: Engine) -> None:
 
 def test_metrics_without_an_engine() -> None:
     assert post(App(200, b"vllm:x 1\n", path="/metrics"), b"", method="GET")[2] == b"vllm:x 1\n"
+
+
+def test_metrics_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs/operate/metrics.md").read_text()
+    section = page.partition("## Inside vLLM")[2].partition("\n## ")[0]
+    listed = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    for metric, cells in zip(METRICS, listed, strict=True):
+        suffix = "_total" if metric.kind == "counter" else ""
+        labels = sorted({label for pairs, _ in metric.read(COUNTS) for label in pairs})
+        assert cells == [
+            f"| `{metric.name}{suffix}`", metric.kind, ", ".join(f"`{each}`" for each in labels),
+            f"{metric.text} |",
+        ]  # fmt: skip

@@ -1,0 +1,160 @@
+"""vLLM by itself against vLLM with Paceline's scheduler inside: without a model, and live on a CPU.
+
+Both run vLLM's CPU build in an environment of its own, which this command makes in the peers'
+folder (PACELINE_PEERS); ``paceline`` is imported there from this checkout.
+
+Virtual (``virtual``). vLLM's real ``AsyncScheduler``, ``KVCacheManager`` and ``Request`` without a
+model, on a virtual clock with the step times of an 8B model on an H100, roughly. Prompts have 64 to
+768 tokens, 15 % of them 2,000 to 3,500; outputs 32 to 256. Targets: first token within 0.5 s (long
+prompts: 3 s), 25 ms a token after that. Poisson arrivals at three rates, the same for vLLM with
+8,192 and with 2,048 tokens a step and for the core's plan carried out. ``kept`` is the share of
+requests within both targets. The cases after that have random aborts, shared prefixes, and little
+or much memory: every step is compared with the plan as amended, and all counters with vLLM's; a
+difference ends the run. ``overhead_us_per_step`` is the time in Python at 64 running and about
+1,000 waiting: vLLM's own methods, and what the core and the mirror add.
+
+Live (``live``). vLLM's server with the default model in bfloat16. Its capacity is measured first,
+by a closed loop. Then come Poisson arrivals at multiples of it: vLLM as it is (``plain``), with the
+best of a few numbers of tokens a step and of requests (``tuned``), and with the core's plan
+(``paced``), one after another. Targets: first token within 2 s, 100 ms a token after that.
+``possible`` is capacity / rate. A request that is refused, or not complete within 30 s, counts as
+not kept.
+
+QUICK=1 runs a fifth of the arrivals and one live rate for 30 s. PARTS=virtual,live chooses, and
+RATE_SECONDS=n is the time of each live rate (60). Parts that were not run are absent.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.common.ours import our_places
+from benchmarks.common.processes import REPOSITORY, Unavailable
+from benchmarks.common.unmeasured import Unmeasured
+from benchmarks.peers.vllm_cpu import VllmCpu
+from benchmarks.vllm.live import measure
+from paceline.bench.machine import machine
+
+PARTS: Final = ("virtual", "live")
+RATES: Final = (16.0, 22.0, 28.0)
+CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "vllm, 8,192 tokens": {"scheduler": "vllm", "tokens": 8192},
+    "vllm, 2,048 tokens": {"scheduler": "vllm", "tokens": 2048},
+    "paced": {"scheduler": "paced", "tokens": 8192},
+}
+# blocks of 16 tokens: from less than two long requests' to more than all together need
+BLOCKS: Final = (600, 2_000, 8_000, 30_000)
+# share of steps that may be amended where memory is not short
+MOST_AMENDED: Final = 0.02
+ARRIVALS: Final = 1_500
+
+
+def run_cases(peer: VllmCpu, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results of ``virtual``'s cases, run in vLLM's environment. Raises Unavailable."""
+    lines = "".join(json.dumps(dict(case)) + "\n" for case in cases)
+    environment = {**os.environ, **dict(peer.environment()), "PYTHONPATH": str(REPOSITORY),
+                   "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.run(
+            [peer.python, "-m", "benchmarks.vllm.virtual"], input=lines, text=True,
+            stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=REPOSITORY, check=False,
+        )  # fmt: skip
+        found = [json.loads(line) for line in process.stdout.splitlines() if line[:1] == "{"]
+        if process.returncode or len(found) < len(cases):
+            errors.seek(0)
+            tail = " | ".join(errors.read().strip().splitlines()[-4:])
+            raise Unavailable(f"case {dict(cases[len(found)])} ended: {tail}")
+    return found
+
+
+def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
+    """Return the figures of the virtual part, and print its tables."""
+    count = ARRIVALS // 5 if quick else ARRIVALS
+    rated = [
+        {**settings, "rate": rate, "count": count}
+        for rate in RATES
+        for settings in CONTENDERS.values()
+    ]
+    checked = [
+        {"scheduler": "paced", "rate": rate, "count": count // 5, "seed": seed, "blocks": blocks,
+         "aborted": 0.2, "shared": 0.5, "checks": True}
+        for blocks in BLOCKS
+        for seed, rate in enumerate((10.0, 22.0))
+    ]  # fmt: skip
+    cost = {"scheduler": "paced", "rate": 0.0, "count": 1_250, "seqs": 64, "lengths": [256, 64],
+            "waiting": [900, 1_100]}  # fmt: skip
+    found = run_cases(peer, [*rated, *checked, cost])
+    rates: dict[str, dict[str, Any]] = {}
+    print(f"{'a second':>9} {'':20}{'kept':>7}{'short':>7}{'long':>7}{'p99 s':>8}{'tok/s':>8}"
+          f"{'us/step':>9}{'amended':>9}")  # fmt: skip
+    for case, result in zip(rated, found, strict=False):
+        name = next(n for n, s in CONTENDERS.items() if s.items() <= case.items())
+        rates.setdefault(f"{case['rate']:g}", {})[name] = result
+        print(
+            f"{case['rate']:9g} {name:20}{result['kept']:7.3f}{result['short_kept']:7.3f}"
+            f"{result['long_kept']:7.3f}{result['ttft_p99_s']:8.2f}{result['tokens_per_s']:8.0f}"
+            f"{result['us_per_step']:9.0f}{result.get('amended', 0.0):9.4f}"
+        )
+    properties = []
+    print(
+        f"\n{'blocks':>9}{'a second':>9}{'exact':>7}{'compared':>9}{'amended':>9}{'preempted':>10}"
+    )
+    for case, result in zip(checked, found[len(rated) :], strict=False):
+        short = result["preemptions"] > 0
+        if not result["exact"] or (result["amended"] >= MOST_AMENDED and not short):
+            raise AssertionError(f"{case}: {result}")
+        properties.append({"blocks": case["blocks"], "rate": case["rate"], **result})
+        print(f"{case['blocks']:9,}{case['rate']:9g}{result['exact']!s:>7}{result['compared']:9,}"
+              f"{result['amended']:9.4f}{result['preemptions']:10,}")  # fmt: skip
+    own, total = found[-1]["vllm_us_per_step"], found[-1]["us_per_step"]
+    overhead = {"vllm": own, "added": round(total - own, 1), "ratio": round(total / own - 1.0, 3)}
+    print(f"\n64 running, 1,000 waiting: vLLM's own {own:.0f} us a step, added "
+          f"{total - own:.0f} us ({total / own - 1.0:.2f} times)")  # fmt: skip
+    return {"rates": rates, "properties": properties, "overhead_us_per_step": overhead}
+
+
+def main() -> int:
+    """Print tables and the JSON line; return 1 after an unexpected error."""
+    quick = os.environ.get("QUICK") == "1"
+    parts = tuple(filter(None, os.environ.get("PARTS", ",".join(PARTS)).split(",")))
+    if unknown := sorted(set(parts) - set(PARTS)):
+        print(f"there is no part {', '.join(unknown)}; parts are {', '.join(PARTS)}",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    seconds = float(os.environ.get("RATE_SECONDS", "30" if quick else "60"))
+    places, vocabulary = our_places()
+    peer = VllmCpu(places)
+    results: dict[str, Any] = {}
+    failed = Unmeasured()
+    try:
+        peer.setup()
+    except Unavailable as error:
+        print(f"vLLM is absent: {error}", file=sys.stderr)
+        failed.reasons["vllm"] = str(error)
+        parts = ()
+    if "virtual" in parts:
+        with failed.part("virtual"):
+            results["virtual"] = found = virtual(peer, quick)
+            results["overhead_us_per_step"] = found.pop("overhead_us_per_step")
+            amended = [each["paced"]["amended"] for each in found["rates"].values()]
+            results["amended_share"] = max(amended)
+    if "live" in parts:
+        with failed.part("live"), tempfile.TemporaryDirectory() as folder:
+            multiples = (1.5,) if quick else (1.2, 1.5)
+            results |= measure(peer, vocabulary, Path(folder), multiples, seconds)
+    report = {"bench": "vllm", "results": results, "machine": machine(), "quick": quick}
+    print(json.dumps(report | ({"absent": failed.reasons} if failed.reasons else {})))
+    return failed.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""A live vLLM on this machine's processors: as it is, tuned, and with the core's plan."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.common.client import Timing, complete, get
+from benchmarks.common.load import FIRST_ID
+from benchmarks.common.processes import REPOSITORY, Process, Unavailable, free_port
+from benchmarks.peers.vllm_cpu import VllmCpu
+
+__all__ = ["Contender", "measure", "served"]
+
+TTFT, TPOT = 2.0, 0.1
+# most seconds from arrival to the last token; what takes longer is given up by its caller
+PATIENCE: Final = 30.0
+# requests at once while the capacity is measured, and seconds of that
+OUTSTANDING, CAPACITY_SECONDS = 32, 40.0
+# flags that are tried for the tuned contender: tokens a step, requests at once
+TUNED: Final = ((256, 16), (256, 64), (1024, 16))
+PACED: Final = (
+    "--scheduler-cls", "paceline.vllm.PacedScheduler", "--middleware", "paceline.vllm.Admission",
+    "--additional-config", '{"paceline": {"policy": "deadline"}}',
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to start vLLM's server."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    # whether the flags name this package, which is not installed where vLLM is
+    paced: bool = False
+
+
+@contextmanager
+def served(peer: VllmCpu, contender: Contender, folder: Path) -> Iterator[tuple[int, str]]:
+    """Start a server, and give its port and its model's name. Raises Unavailable."""
+    port = free_port()
+    command = peer.server(port)
+    command = replace(command, argv=(*command.argv, *contender.flags))
+    if contender.paced:
+        command = replace(command, env=(*command.env, ("PYTHONPATH", str(REPOSITORY))))
+    with Process(command, folder / f"{contender.name}.log") as process:
+        deadline = time.monotonic() + command.start_seconds
+        while time.monotonic() < deadline:
+            if not process.alive:
+                raise Unavailable(f"{contender.name} ended: {process.tail()}")
+            status, body = asyncio.run(get(port, "/v1/models"))
+            if status == 200:
+                model: str = json.loads(body)["data"][0]["id"]
+                break
+            time.sleep(0.5)
+        else:
+            raise Unavailable(f"{contender.name} did not start: {process.tail()}")
+        yield port, model
+
+
+@dataclass(frozen=True)
+class _Request:
+    at: float
+    prompt: list[int]
+    output: int
+
+
+def _requests(rate: float, seconds: float, vocabulary: int, seed: int) -> list[_Request]:
+    """Return Poisson arrivals; a seventh of the prompts is long."""
+    chance, at, found = random.Random(seed), 0.0, []
+    while (at := at + chance.expovariate(rate)) < seconds:
+        long = chance.random() < 0.15
+        length = chance.randint(600, 1200) if long else chance.randint(32, 256)
+        prompt = [chance.randrange(FIRST_ID, vocabulary) for _ in range(length)]
+        found.append(_Request(at, prompt, chance.randint(16, 64)))
+    return found
+
+
+def _fields(paced: bool) -> dict[str, Any]:
+    return {"slo": {"ttft_ms": 1e3 * TTFT, "tpot_ms": 1e3 * TPOT}} if paced else {}
+
+
+async def _replay(
+    port: int, model: str, requests: Sequence[_Request], *, paced: bool
+) -> list[Timing]:
+    began = time.monotonic()
+
+    async def one(request: _Request) -> Timing:
+        await asyncio.sleep(max(0.0, began + request.at - time.monotonic()))
+        return await complete(
+            port, model, request.prompt, request.output, timeout=PATIENCE, fields=_fields(paced)
+        )
+
+    return list(await asyncio.gather(*map(one, requests)))
+
+
+async def _saturate(port: int, model: str, vocabulary: int, seconds: float) -> float:
+    """Return the requests a second that a server completes with many outstanding."""
+    pool = iter(_requests(1_000.0, seconds, vocabulary, seed=7))
+    began = time.monotonic()
+    ends: list[float] = []
+
+    async def client() -> None:
+        for request in pool:
+            if time.monotonic() > began + seconds:
+                return
+            timing = await complete(port, model, request.prompt, request.output, timeout=120.0)
+            if not timing.error:
+                ends.append(timing.events[-1] - began)
+
+    await asyncio.gather(*(client() for _ in range(OUTSTANDING)))
+    # the first requests start together, and the last ones end with less company
+    steady = [end for end in ends if seconds / 4 <= end <= seconds]
+    if len(steady) < 2:
+        raise Unavailable(f"{len(steady)} requests were completed in {seconds:g} s")
+    return len(steady) / (seconds - seconds / 4)
+
+
+def _figures(timings: Sequence[Timing], seconds: float) -> dict[str, Any]:
+    done = [timing for timing in timings if not timing.error]
+    kept = sum(t.ttft <= TTFT and (t.tpot or 0.0) <= TPOT for t in done)
+    return {
+        "kept": round(kept / len(timings), 3),
+        "requests": len(timings),
+        "complete": len(done),
+        "ttft_p50_s": round(statistics.median(t.ttft for t in done), 3) if done else None,
+        "tpot_p50_ms": round(1e3 * statistics.median(t.tpot or 0.0 for t in done), 1)
+        if done
+        else None,
+        "tokens_per_s": round(sum(t.output_tokens for t in done) / seconds, 1),
+    }
+
+
+def measure(
+    peer: VllmCpu, vocabulary: int, folder: Path, multiples: Sequence[float], seconds: float
+) -> dict[str, Any]:
+    """Return the figures of the live part, and print them as they come. Raises Unavailable."""
+    rates: dict[str, dict[str, Any]] = {}
+    plain, paced = Contender("plain"), Contender("paced", PACED, paced=True)
+    with served(peer, plain, folder) as (port, model):
+        asyncio.run(_saturate(port, model, vocabulary, 10.0))
+        capacity = asyncio.run(_saturate(port, model, vocabulary, CAPACITY_SECONDS))
+        print(f"capacity: {capacity:.2f} requests a second", file=sys.stderr)
+        plans = {
+            f"{multiple:g}": _requests(multiple * capacity, seconds, vocabulary, seed=1)
+            for multiple in (*multiples, 0.5)
+        }
+        for name, plan in plans.items():
+            rates[name] = {"possible": round(min(1.0, 1.0 / float(name)), 3)}
+            rates[name]["plain"] = _run(port, model, plan, plain, name, seconds)
+    tuned = [
+        Contender(
+            f"tuned-{tokens}-{seqs}",
+            ("--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs)),
+        )
+        for tokens, seqs in TUNED
+    ]
+    for contender in (paced, *tuned):
+        with served(peer, contender, folder) as (port, model):
+            asyncio.run(_saturate(port, model, vocabulary, 10.0))
+            for name, plan in plans.items():
+                figures = _run(port, model, plan, contender, name, seconds)
+                if contender.paced:
+                    rates[name]["paced"] = figures
+                elif figures["kept"] >= rates[name].get("tuned", {"kept": -1.0})["kept"]:
+                    rates[name]["tuned"] = figures | {"flags": " ".join(contender.flags)}
+    below = rates.pop("0.5")
+    return {"capacity_per_s": round(capacity, 3), "rates": rates, "below_capacity": below}
+
+
+def _run(
+    port: int,
+    model: str,
+    plan: Sequence[_Request],
+    contender: Contender,
+    name: str,
+    seconds: float,
+) -> dict[str, Any]:
+    figures = _figures(asyncio.run(_replay(port, model, plan, paced=contender.paced)), seconds)
+    print(f"  {name:>4} x capacity, {contender.name:14} {figures}", file=sys.stderr, flush=True)
+    return figures

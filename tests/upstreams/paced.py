@@ -1,0 +1,265 @@
+"""vLLM's CPU build with our scheduler and middleware inside: one live server, a check for each thing.
+
+The server runs in float32, so that an answer does not depend on what else is in a step, and holds
+few requests, so that some are refused. The flags are those of docs/start/vllm.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.peers.vllm_cpu import VllmCpu
+from benchmarks.vllm.live import Contender, served
+
+__all__ = ["CHECKS", "Server", "paced_server", "plain_answers"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "vllm.md"
+_FLAGS = ("--dtype", "float32", "--max-num-seqs", "2", "--enforce-eager")
+# beyond the page's settings
+_SETTINGS = {"max_num_waiting": 4}
+_PROMPTS = tuple(f"Count from {n} on: {n}, {n + 1}, {n + 2}," for n in (1, 7, 20, 55, 90, 340))
+_TOKENS = 24
+_SLO = {"ttft_ms": 20_000, "tpot_ms": 5_000}
+_HEADERS = {"x-slo-ttft-ms": "20000", "x-slo-tpot-ms": "5000"}
+_TARGETS = {"ttft_ms": 20_000.0, "tpot_ms": 5_000.0}
+_MESSAGES = [{"role": "user", "content": "Say hello."}]
+_ROUTES: Mapping[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": _MESSAGES, "max_tokens": 8},
+    "/v1/completions": {"prompt": "Hello, my", "max_tokens": 8},
+    "/v1/responses": {"input": "Say hello.", "max_output_tokens": 8},
+    "/v1/messages": {"messages": _MESSAGES, "max_tokens": 8},
+}
+
+
+class Server:
+    """A live server, and the answers that the same vLLM gives without us."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, plain: list[str]) -> None:
+        self.client, self.model, self.plain = client, model, plain
+
+    async def post(self, route: str, body: dict[str, Any], **more: Any) -> httpx.Response:
+        return await self.client.post(route, json={"model": self.model, **body}, **more)
+
+    async def fate(self, answer: httpx.Response) -> Any:
+        tag = answer.headers["x-paceline-request"]
+        return (await self.client.get(f"/paceline/explain/{tag}")).json()
+
+
+@contextmanager
+def paced_server(peer: VllmCpu, folder: Path) -> Iterator[tuple[int, str]]:
+    """The server of all checks: its port and its model's name."""
+    flags = _page_flags()
+    at = flags.index("--additional-config") + 1
+    settings = json.loads(flags[at])
+    settings["paceline"] |= _SETTINGS
+    flags[at] = json.dumps(settings)
+    contender = Contender("paced", (*flags, *_FLAGS), paced=True)
+    with served(peer, contender, folder) as (port, model):
+        yield port, model
+
+
+def _commands() -> list[str]:
+    """The shell blocks of the page."""
+    return re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _page_flags() -> list[str]:
+    """The flags behind ``vllm serve MODEL`` on the page."""
+    words = shlex.split(_commands()[0].replace("\\\n", " "))
+    return words[words.index("MODEL") + 1 :]
+
+
+def plain_answers(peer: VllmCpu, folder: Path) -> list[str]:
+    """What vLLM without us answers to the prompts, one after another."""
+    with served(peer, Contender("plain", _FLAGS), folder) as (port, model):
+        return [_complete(port, model, prompt) for prompt in _PROMPTS]
+
+
+def _complete(port: int, model: str, prompt: str) -> str:
+    answer = httpx.post(
+        f"http://127.0.0.1:{port}/v1/completions", timeout=120.0,
+        json={"model": model, "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0},
+    )  # fmt: skip
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+# ---------------------------------------------------------------- the checks
+
+
+async def _targets(server: Server) -> str:
+    """Targets by body and by header reach the scheduler, on four routes."""
+    for route, body in _ROUTES.items():
+        for more, headers in (({"slo": _SLO}, {}), ({}, _HEADERS)):
+            answer = await server.post(route, body | more, headers=headers)
+            assert answer.status_code == 200, f"{route}: {answer.text[:200]}"
+            fate = await server.fate(answer)
+            assert fate["targets"] == _TARGETS, f"{route}: {fate}"
+            assert fate["ttft_ms"] > 0.0 and fate["violated"] == [], f"{route}: {fate}"
+    return f"{len(_ROUTES)} routes, by body and by header"
+
+
+async def _page(server: Server) -> str:
+    """The page's requests are answered."""
+    commands = _commands()[1].replace('"MODEL"', json.dumps(server.model))
+    commands = commands.replace("http://localhost:8000", str(server.client.base_url))
+    shell = await asyncio.create_subprocess_shell(
+        commands.replace("curl ", "curl -sS --fail-with-body "), stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await shell.communicate()
+    assert shell.returncode == 0 and b'"timeline"' in output, output
+    return "as written"
+
+
+async def _bad_targets(server: Server) -> str:
+    """Bad targets are refused by name."""
+    for body, headers, param in (
+        ({"slo": {"ttft_ms": 0}}, {}, "slo.ttft_ms"),
+        ({"slo": {"ttft_ms": 5}}, {"x-slo-ttft-ms": "6"}, "slo.ttft_ms"),
+        ({"vllm_xargs": "x"}, {}, "vllm_xargs"),
+    ):
+        answer = await server.post(
+            "/v1/completions", {"prompt": "a", "max_tokens": 1} | body, headers=headers
+        )
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param, answer.text
+    return "400 by name"
+
+
+async def _explained(server: Server) -> str:
+    """The explanation is in a whole answer, and in the last chunk of a stream."""
+    for route in ("/v1/chat/completions", "/v1/completions"):
+        body = _ROUTES[route] | {"explain": True, "slo": _SLO}
+        usage = (await server.post(route, body)).json()["usage"]
+        assert usage["timeline"]["targets"] == _TARGETS, usage
+        streamed = await server.post(route, body | {"stream": True})
+        events = [
+            json.loads(line[6:])
+            for line in streamed.text.splitlines()
+            if line.startswith("data: {")
+        ]
+        assert "timeline" in events[-1]["usage"], events[-1]
+        assert not any("timeline" in (event.get("usage") or {}) for event in events[:-1])
+    return "whole and streamed"
+
+
+async def _refused(server: Server) -> str:
+    """A burst over the limit: streamed and whole requests get 429 with Retry-After."""
+    counts: dict[bool, list[httpx.Response]] = {True: [], False: []}
+
+    async def one(number: int, stream: bool) -> None:
+        body = {"prompt": f"{number}: once upon", "max_tokens": 200, "stream": stream}
+        counts[stream].append(await server.post("/v1/completions", body | {"ignore_eos": True}))
+
+    await asyncio.gather(*(one(n, bool(n % 2)) for n in range(24)))
+    told = []
+    for stream, answers in counts.items():
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused, f"stream={stream}: {[answer.status_code for answer in answers]}"
+        assert {a.status_code for a in answers} == {200, 429}
+        for answer in refused:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert "wait already" in answer.json()["error"]["message"]
+        told.append(f"{len(refused)} of {len(answers)} {'streamed' if stream else 'whole'}")
+    return ", ".join(told)
+
+
+async def _metrics(server: Server) -> str:
+    """Our lines are in /metrics, and no step was vLLM's own."""
+    text = (await server.client.get("/metrics")).text
+    assert "vllm:num_requests_running" in text
+    values = {
+        name: float(value)
+        for name, value in re.findall(r'^(paceline:\w+)\{engine="0"\} (\S+)$', text, re.MULTILINE)
+    }
+    assert values["paceline:steps_total"] > 0 and values["paceline:slo_requests_total"] > 0
+    assert values["paceline:vllm_own_steps_total"] == values["paceline:vllm_faults_total"] == 0
+    amended = values["paceline:vllm_amended_steps_total"]
+    return f"{values['paceline:steps_total']:.0f} steps, {amended:.0f} amended"
+
+
+async def _grammar(server: Server) -> str:
+    """A request with a grammar is answered by it, next to one without."""
+    schema = {
+        "type": "object", "properties": {"n": {"type": "integer", "maximum": 9}},
+        "required": ["n"], "additionalProperties": False,
+    }  # fmt: skip
+    body = {
+        "messages": _MESSAGES, "max_tokens": 40, "temperature": 0,
+        "response_format": {
+            "type": "json_schema", "json_schema": {"name": "one", "schema": schema}
+        },
+    }  # fmt: skip
+    with_grammar, other = await asyncio.gather(
+        server.post("/v1/chat/completions", body),
+        server.post("/v1/completions", _ROUTES["/v1/completions"]),
+    )
+    assert other.status_code == 200
+    found = json.loads(with_grammar.json()["choices"][0]["message"]["content"])
+    assert isinstance(found["n"], int), found
+    return json.dumps(found)
+
+
+async def _identical(server: Server) -> str:
+    """Greedy answers, all at once with targets, are those of vLLM without us."""
+
+    async def one(prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": _TOKENS, "temperature": 0, "slo": _SLO}
+        answer = await server.post("/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    found = await asyncio.gather(*map(one, _PROMPTS))
+    same = sum(a == b for a, b in zip(found, server.plain, strict=True))
+    assert same == len(_PROMPTS), f"{same} of {len(_PROMPTS)} are equal"
+    return f"{same} of {len(_PROMPTS)}"
+
+
+async def _prefix(server: Server) -> str:
+    """A prompt that was there before is found in vLLM's cache."""
+    body = {"prompt": list(range(100, 400)), "max_tokens": 2}
+    await server.post("/v1/completions", body)
+    await server.post("/v1/completions", body)
+    text = (await server.client.get("/metrics")).text
+    hits = re.search(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE)
+    assert hits is not None and float(hits[1]) >= 128, text[:0] or hits
+    return f"{float(hits[1]):.0f} tokens"
+
+
+async def _leaves(server: Server) -> str:
+    """A caller hangs up: its request ends in both, and the next ones are served."""
+    body = {"model": server.model, "prompt": "a", "max_tokens": 2000, "stream": True,
+            "ignore_eos": True}  # fmt: skip
+    async with server.client.stream("POST", "/v1/completions", json=body) as answer:
+        async for _ in answer.aiter_lines():
+            break
+    for _ in range(200):
+        text = (await server.client.get("/metrics")).text
+        if 'paceline:requests{engine="0",state="running"} 0' in text:
+            return "nothing runs"
+        await asyncio.sleep(0.1)
+    raise AssertionError("the request still runs")
+
+
+CHECKS: Mapping[str, Callable[[Server], Awaitable[str]]] = {
+    "targets by body and header": _targets,
+    "the page": _page,
+    "bad targets": _bad_targets,
+    "explanation": _explained,
+    "429 with Retry-After": _refused,
+    "grammar": _grammar,
+    "greedy answers are vLLM's": _identical,
+    "cached prefix": _prefix,
+    "a caller leaves": _leaves,
+    "metrics": _metrics,
+}
