@@ -52,6 +52,8 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 # how often, and after how many seconds, the engine is asked again for a fate that it does not know
 # yet: a stop string is found in this process, and the engine hears of it later
 _TRIES, _PAUSE = 5, 0.02
+# the Responses API tells of a request before the engine has seen it
+_EARLY: Final = (b"event: response.created", b"event: response.in_progress")
 # the part of a stream's last messages that has the usage of all of them
 _USAGE: Final = re.compile(rb'"usage":\s*\{')
 
@@ -193,11 +195,13 @@ def _key_tenant(headers: Mapping[str, str]) -> str:
 
 
 class _Answer:
-    """``send`` of one request: holds the head back until the first body message."""
+    """``send`` of one request: holds the head back until the first body message of the engine."""
 
     def __init__(self, send: _Send, tag: str, explains: bool) -> None:
         self._send, self._tag, self._explains = send, tag, explains
         self._head: _Message | None = None
+        # messages that were held back with the head
+        self._early: list[_Message] = []
         # the rest of an answer that was replaced by a refusal is dropped
         self._replaced = False
 
@@ -209,6 +213,9 @@ class _Answer:
             return
         if message["type"] == "http.response.body":
             message = dict(message)
+            if self._head is not None and message.get("body", b"").startswith(_EARLY):
+                self._early.append(message)
+                return
             if self._head is not None and await self._refused(self._head, message):
                 return
             if self._explains and _USAGE.search(message.get("body", b"")):
@@ -219,6 +226,8 @@ class _Answer:
                 head, self._head = self._head, None
                 head["headers"] = [*head.get("headers", ()), (_HEADER, self._tag.encode())]
                 await self._send(head)
+                for early in self._early:
+                    await self._send(early)
         await self._send(message)
 
     async def _refused(self, head: _Message, message: _Message) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM's CPU build with our scheduler and middleware inside: one live server, a check for each thing.
+"""vLLM's CPU build with our scheduler and middleware inside: one live server and its checks.
 
 The server runs in float32, so that an answer does not depend on what else is in a step, and holds
 few requests, so that some are refused. The flags are those of docs/start/vllm.md.

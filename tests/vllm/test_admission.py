@@ -181,7 +181,12 @@ def test_what_is_not_ours_passes_unchanged() -> None:
 STREAMED = (b'data: {"error": {"message": "Internal server error"}}\n\n', b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("app", [App(500, b'{"error": {}}'), App(200, *STREAMED)])
+EARLY = b"event: response.created\ndata: {}\n\n"
+
+
+@pytest.mark.parametrize(
+    "app", [App(500, b'{"error": {}}'), App(200, *STREAMED), App(200, EARLY, *STREAMED)]
+)
 def test_refusals_are_429(engine: Engine, app: App) -> None:
     engine.fate = {"refusal": REFUSED, "timeline": None}
     status, headers, body = post(app, {"stream": app.status == 200})
@@ -207,8 +212,9 @@ def test_other_errors_stay_vllms(engine: Engine) -> None:
 
 
 def test_answers_without_an_error_ask_nothing(engine: Engine) -> None:
-    assert post(App(200, b"data: {}\n\n", b"data: [DONE]\n\n"), {"stream": True})[0] == 200
-    assert not engine.asked
+    parts = (EARLY, b"data: {}\n\n", b"data: [DONE]\n\n")
+    status, _, body = post(App(200, *parts), {"stream": True})
+    assert (status, body) == (200, b"".join(parts)) and not engine.asked
 
 
 def test_without_an_engine() -> None:

@@ -6,12 +6,14 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.sim.recording import Recording
 from tests.vllm import fake
 
 
@@ -320,6 +322,18 @@ def test_settings_have_an_effect(paced_class: Any) -> None:
     engine.add("short", 8, 4)
     engine.step()
     assert next(iter(engine.steps[0])) == "short"
+
+
+def test_recording_is_the_simulators(paced_class: Any, tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    engine = Engine(paced_class, additional_config={"paceline": {"record": str(path)}})
+    for number in range(6):
+        engine.add(f"r{number}", 30, 5, extra_args={"ttft_ms": 900})
+    engine.run()
+    engine.scheduler.shutdown()
+    recording = Recording.read(path)
+    assert len(recording.steps) == len(engine.steps)
+    assert [request.output_tokens for request in recording.requests] == [5] * 6
 
 
 def test_missing_names_are_named(paced_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
