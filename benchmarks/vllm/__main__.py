@@ -46,7 +46,7 @@ from benchmarks.common.ours import our_places
 from benchmarks.common.processes import REPOSITORY, Unavailable
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.peers.vllm_cpu import VERSION, VllmCpu
-from benchmarks.vllm.live import measure
+from benchmarks.vllm.live import Work, measure
 from paceline.bench.machine import machine
 
 PARTS: Final = ("virtual", "live")
@@ -176,7 +176,7 @@ def main() -> int:
     if "live" in parts:
         with failed.part("live"), tempfile.TemporaryDirectory() as folder:
             multiples = (1.5,) if quick else (1.2, 1.5)
-            results |= measure(peer, vocabulary, Path(folder), multiples, seconds)
+            results |= measure(peer, Work(vocabulary=vocabulary), Path(folder), multiples, seconds)
     report = {"bench": "vllm", "results": results, "machine": machine(), "quick": quick}
     report["version"] = version
     print(json.dumps(report | ({"absent": failed.reasons} if failed.reasons else {})))

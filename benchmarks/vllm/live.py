@@ -1,4 +1,4 @@
-"""A live vLLM on this machine's processors: as it is, tuned, and with the core's plan."""
+"""A live vLLM: as it is, tuned, and with the core's plan, under the same arrivals."""
 
 from __future__ import annotations
 
@@ -12,26 +12,49 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from benchmarks.common.client import Timing, complete, get
 from benchmarks.common.load import FIRST_ID
-from benchmarks.common.processes import REPOSITORY, Process, Unavailable, free_port
-from benchmarks.peers.vllm_cpu import VllmCpu
+from benchmarks.common.processes import REPOSITORY, Command, Process, Unavailable, free_port
 
-__all__ = ["Contender", "measure", "served"]
+__all__ = ["Contender", "Served", "Work", "measure", "served"]
 
-TTFT, TPOT = 2.0, 0.1
 # most seconds from arrival to the last token; what takes longer is given up by its caller
 PATIENCE: Final = 30.0
-# requests at once while the capacity is measured, and seconds of that
-OUTSTANDING, CAPACITY_SECONDS = 32, 40.0
-# flags that are tried for the tuned contender: tokens a step, requests at once
-TUNED: Final = ((256, 16), (256, 64), (1024, 16))
+# seconds for which the capacity is measured
+CAPACITY_SECONDS: Final = 40.0
 PACED: Final = (
     "--scheduler-cls", "paceline.vllm.PacedScheduler", "--middleware", "paceline.vllm.Admission",
     "--additional-config", '{"paceline": {"policy": "deadline"}}',
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Requests, their targets, and what is tried; 15 % of the prompts are long."""
+
+    vocabulary: int
+    short: tuple[int, int] = (32, 256)
+    long: tuple[int, int] = (600, 1_200)
+    outputs: tuple[int, int] = (16, 64)
+    # seconds to the first token of a short and of a long prompt, and between tokens
+    ttft: tuple[float, float] = (2.0, 2.0)
+    tpot: float = 0.1
+    # requests at once while the capacity is measured
+    outstanding: int = 32
+    # flags that are tried for the tuned contender: tokens a step, requests at once
+    tuned: tuple[tuple[int, int], ...] = ((256, 16), (256, 64), (1024, 16))
+
+    def ttft_of(self, request: _Request) -> float:
+        """Return the target of a request for its first token."""
+        return self.ttft[len(request.prompt) >= self.long[0]]
+
+
+class Served(Protocol):
+    """An engine whose server can be started; a ``setup.Peer`` is one."""
+
+    def server(self, port: int) -> Command: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +68,7 @@ class Contender:
 
 
 @contextmanager
-def served(peer: VllmCpu, contender: Contender, folder: Path) -> Iterator[tuple[int, str]]:
+def served(peer: Served, contender: Contender, folder: Path) -> Iterator[tuple[int, str]]:
     """Start a server, and give its port and its model's name. Raises Unavailable."""
     port = free_port()
     command = peer.server(port)
@@ -74,38 +97,38 @@ class _Request:
     output: int
 
 
-def _requests(rate: float, seconds: float, vocabulary: int, seed: int) -> list[_Request]:
-    """Return Poisson arrivals; a seventh of the prompts is long."""
+def _requests(rate: float, seconds: float, work: Work, seed: int) -> list[_Request]:
+    """Return Poisson arrivals."""
     chance, at, found = random.Random(seed), 0.0, []
     while (at := at + chance.expovariate(rate)) < seconds:
         long = chance.random() < 0.15
-        length = chance.randint(600, 1200) if long else chance.randint(32, 256)
-        prompt = [chance.randrange(FIRST_ID, vocabulary) for _ in range(length)]
-        found.append(_Request(at, prompt, chance.randint(16, 64)))
+        length = chance.randint(*(work.long if long else work.short))
+        prompt = [chance.randrange(FIRST_ID, work.vocabulary) for _ in range(length)]
+        found.append(_Request(at, prompt, chance.randint(*work.outputs)))
     return found
 
 
-def _fields(paced: bool) -> dict[str, Any]:
-    return {"slo": {"ttft_ms": 1e3 * TTFT, "tpot_ms": 1e3 * TPOT}} if paced else {}
-
-
 async def _replay(
-    port: int, model: str, requests: Sequence[_Request], *, paced: bool
+    port: int, model: str, requests: Sequence[_Request], work: Work, *, paced: bool
 ) -> list[Timing]:
     began = time.monotonic()
+
+    def fields(request: _Request) -> dict[str, Any]:
+        targets = {"ttft_ms": 1e3 * work.ttft_of(request), "tpot_ms": 1e3 * work.tpot}
+        return {"slo": targets} if paced else {}
 
     async def one(request: _Request) -> Timing:
         await asyncio.sleep(max(0.0, began + request.at - time.monotonic()))
         return await complete(
-            port, model, request.prompt, request.output, timeout=PATIENCE, fields=_fields(paced)
+            port, model, request.prompt, request.output, timeout=PATIENCE, fields=fields(request)
         )
 
     return list(await asyncio.gather(*map(one, requests)))
 
 
-async def _saturate(port: int, model: str, vocabulary: int, seconds: float) -> float:
+async def _saturate(port: int, model: str, work: Work, seconds: float) -> float:
     """Return the requests a second that a server completes with many outstanding."""
-    pool = iter(_requests(1_000.0, seconds, vocabulary, seed=7))
+    pool = iter(_requests(1_000.0, seconds, work, seed=7))
     began = time.monotonic()
     ends: list[float] = []
 
@@ -117,7 +140,7 @@ async def _saturate(port: int, model: str, vocabulary: int, seconds: float) -> f
             if not timing.error:
                 ends.append(timing.events[-1] - began)
 
-    await asyncio.gather(*(client() for _ in range(OUTSTANDING)))
+    await asyncio.gather(*(client() for _ in range(work.outstanding)))
     # the first requests start together, and the last ones end with less company
     steady = [end for end in ends if seconds / 4 <= end <= seconds]
     if len(steady) < 2:
@@ -125,9 +148,15 @@ async def _saturate(port: int, model: str, vocabulary: int, seconds: float) -> f
     return len(steady) / (seconds - seconds / 4)
 
 
-def _figures(timings: Sequence[Timing], seconds: float) -> dict[str, Any]:
+def _figures(
+    plan: Sequence[_Request], timings: Sequence[Timing], work: Work, seconds: float
+) -> dict[str, Any]:
     done = [timing for timing in timings if not timing.error]
-    kept = sum(t.ttft <= TTFT and (t.tpot or 0.0) <= TPOT for t in done)
+    kept = sum(
+        t.ttft <= work.ttft_of(request) and (t.tpot or 0.0) <= work.tpot
+        for request, t in zip(plan, timings, strict=True)
+        if not t.error
+    )
     return {
         "kept": round(kept / len(timings), 3),
         "requests": len(timings),
@@ -141,34 +170,34 @@ def _figures(timings: Sequence[Timing], seconds: float) -> dict[str, Any]:
 
 
 def measure(
-    peer: VllmCpu, vocabulary: int, folder: Path, multiples: Sequence[float], seconds: float
+    peer: Served, work: Work, folder: Path, multiples: Sequence[float], seconds: float
 ) -> dict[str, Any]:
     """Return the figures of the live part, and print them as they come. Raises Unavailable."""
     rates: dict[str, dict[str, Any]] = {}
     plain, paced = Contender("plain"), Contender("paced", PACED, paced=True)
     with served(peer, plain, folder) as (port, model):
-        asyncio.run(_saturate(port, model, vocabulary, 10.0))
-        capacity = asyncio.run(_saturate(port, model, vocabulary, CAPACITY_SECONDS))
+        asyncio.run(_saturate(port, model, work, 10.0))
+        capacity = asyncio.run(_saturate(port, model, work, CAPACITY_SECONDS))
         print(f"capacity: {capacity:.2f} requests a second", file=sys.stderr)
         plans = {
-            f"{multiple:g}": _requests(multiple * capacity, seconds, vocabulary, seed=1)
+            f"{multiple:g}": _requests(multiple * capacity, seconds, work, seed=1)
             for multiple in (*multiples, 0.5)
         }
         for name, plan in plans.items():
             rates[name] = {"possible": round(min(1.0, 1.0 / float(name)), 3)}
-            rates[name]["plain"] = _run(port, model, plan, plain, name, seconds)
+            rates[name]["plain"] = _run(port, model, plan, plain, work, name, seconds)
     tuned = [
         Contender(
             f"tuned-{tokens}-{seqs}",
             ("--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs)),
         )
-        for tokens, seqs in TUNED
+        for tokens, seqs in work.tuned
     ]
     for contender in (paced, *tuned):
         with served(peer, contender, folder) as (port, model):
-            asyncio.run(_saturate(port, model, vocabulary, 10.0))
+            asyncio.run(_saturate(port, model, work, 10.0))
             for name, plan in plans.items():
-                figures = _run(port, model, plan, contender, name, seconds)
+                figures = _run(port, model, plan, contender, work, name, seconds)
                 if contender.paced:
                     rates[name]["paced"] = figures
                 elif figures["kept"] >= rates[name].get("tuned", {"kept": -1.0})["kept"]:
@@ -182,9 +211,11 @@ def _run(
     model: str,
     plan: Sequence[_Request],
     contender: Contender,
+    work: Work,
     name: str,
     seconds: float,
 ) -> dict[str, Any]:
-    figures = _figures(asyncio.run(_replay(port, model, plan, paced=contender.paced)), seconds)
+    timings = asyncio.run(_replay(port, model, plan, work, paced=contender.paced))
+    figures = _figures(plan, timings, work, seconds)
     print(f"  {name:>4} x capacity, {contender.name:14} {figures}", file=sys.stderr, flush=True)
     return figures
