@@ -6,8 +6,8 @@ Run by the interpreter of an environment that has vLLM for that GPU, from a chec
 downloaded: the model has the shape of an 8B Llama and dummy weights. ``probe`` prints the device,
 vLLM's version and whether it has the names that are used. ``paced`` serves with vLLM's defaults,
 with 2,048 tokens a step, and with the core's plan, under the same Poisson arrivals at 0.5, 1.2
-and 1.5 times the measured capacity. Prompts have 64 to 768 tokens, 15 % of them 2,000 to 3,500. Targets:
-first token within 0.5 s (long prompts: 3 s), 25 ms a token after that.
+and 1.5 times the measured capacity. Prompts have 64 to 768 tokens, 15 % of them 2,000 to 3,500.
+Targets: first token within 0.5 s (long prompts: 3 s), 25 ms a token after that.
 
 It was not run yet: no device with vLLM was at hand. The last line is JSON.
 """
