@@ -45,6 +45,8 @@ _App = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 _ROUTES: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
 )
+# streams have a usage here only if the caller asks for it
+_ASKS_USAGE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 _EXPLAIN: Final = "/paceline/explain/"
 _HEADER: Final = b"x-paceline-request"
 # longest body that is read here; longer ones are refused
@@ -95,7 +97,12 @@ class Admission:
             explains = False
             if body is not None:
                 explains = body.pop("explain", None) is True
-                raw = json.dumps(_with_arguments(body, headers, tag, explains)).encode()
+                body = _with_arguments(body, headers, tag)
+                if explains and body.get("stream") and scope["path"] in _ASKS_USAGE:
+                    # the explanation is part of the usage, as with our own server
+                    options = body.get("stream_options") or {}
+                    body["stream_options"] = options | {"include_usage": True}
+                raw = json.dumps(body).encode()
         except RequestError as error:
             await _refuse(error, send)
             return
@@ -146,9 +153,7 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-def _with_arguments(
-    body: dict[str, Any], headers: Mapping[str, str], tag: str, explains: bool
-) -> dict[str, Any]:
+def _with_arguments(body: dict[str, Any], headers: Mapping[str, str], tag: str) -> dict[str, Any]:
     """Return the body for vLLM, with our part in ``vllm_xargs``. Raises InvalidRequestError."""
     given = body.get("vllm_xargs")
     if given is not None and not isinstance(given, dict):
@@ -166,9 +171,6 @@ def _with_arguments(
             raise InvalidRequestError(f"{name} differs: {why}", f"vllm_xargs.{name}")
     body = {name: value for name, value in body.items() if name != "slo"}
     body["vllm_xargs"] = given | own | {TAG: tag}
-    if explains and body.get("stream") and "input" not in body:
-        # the explanation is part of the usage, as with our own server
-        body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
     return body
 
 

@@ -124,7 +124,7 @@ class Pacer:
         request = core_request(theirs, max_model_len, arrival)
         self.core.add_request(request)
         self._live[request.request_id] = request
-        self._tags[request.request_id] = tag_of(theirs.sampling_params.extra_args)
+        self._tags[request.request_id] = tag_of(theirs)
         if self._recorder is not None:
             self._recorder.added(request, now)
 
@@ -134,8 +134,7 @@ class Pacer:
             refusal = Refusal(429, str(error), error.retry_after, error.reason, None)
         else:
             refusal = Refusal(400, str(error), None, "", error.param)
-        tag = tag_of(getattr(theirs.sampling_params, "extra_args", None))
-        self._keep(tag, theirs.request_id, Fate(refusal, None, None, None, {}, ()))
+        self._keep(tag_of(theirs), theirs.request_id, Fate(refusal, None, None, None, {}, ()))
 
     def take_dropped(self) -> list[str]:
         """Return the waiting requests that the last plan dropped, once each."""

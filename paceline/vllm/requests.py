@@ -58,9 +58,13 @@ def slo_of(arguments: Mapping[str, Any]) -> Slo:
     return Slo(**fields) if fields else NO_SLO
 
 
-def tag_of(arguments: Mapping[str, Any] | None) -> str:
-    """Return the name that the middleware gave the request; "" without a middleware."""
-    return str((arguments or {}).get(TAG, ""))
+def tag_of(theirs: Any) -> str:
+    """Return the name that the middleware gave a request; "" without a middleware."""
+    return str(_arguments(theirs).get(TAG, ""))
+
+
+def _arguments(theirs: Any) -> Mapping[str, Any]:
+    return getattr(theirs.sampling_params, "extra_args", None) or {}
 
 
 def core_request(theirs: Any, max_model_len: int, arrival: float) -> Request:
@@ -68,7 +72,7 @@ def core_request(theirs: Any, max_model_len: int, arrival: float) -> Request:
 
     The core gets no stop tokens: vLLM says who has ended. Raises InvalidRequestError.
     """
-    arguments = getattr(theirs.sampling_params, "extra_args", None) or {}
+    arguments = _arguments(theirs)
     tokens = theirs.prompt_token_ids
     if tokens is None:
         # given as vectors; only the number matters here
