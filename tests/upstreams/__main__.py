@@ -144,9 +144,10 @@ def main() -> int:
                 failed += _paced(VllmCpu(places), Path(made))
             except Unavailable as error:
                 absent["paced"] = str(error)
-    print("| | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for name in CHECKS:
+    if columns:
+        print("| | " + " | ".join(columns) + " |")
+        print("|---" * (len(columns) + 1) + "|")
+    for name in CHECKS if columns else ():
         print(f"| {name} | " + " | ".join(column[name] for column in columns.values()) + " |")
     for kind, why in absent.items():
         print(f"{kind} is absent: {why}")
