@@ -24,9 +24,9 @@ best of a few numbers of tokens a step and of requests (``tuned``), and with the
 ``possible`` is capacity / rate. A request that is refused, or not complete within 30 s, counts as
 not kept.
 
-QUICK=1 runs a fifth of the arrivals, and one live rate for 30 s with fewer tries. PARTS=virtual,live
-chooses, RATE_SECONDS=n is the time of each live rate (60), and VLLM=0.31.0 another version, in a
-folder of its own. Parts that were not run are absent.
+QUICK=1 runs a fifth of the arrivals, and one live rate for 30 s with fewer tries. PARTS chooses of
+virtual and live, RATE_SECONDS=n is the time of each live rate (60), and VLLM=0.31.0 another version,
+in a folder of its own. Parts that were not run are absent.
 
 The last line is JSON.
 """
