@@ -25,8 +25,8 @@ best of a few numbers of tokens a step and of requests (``tuned``), and with the
 not kept.
 
 QUICK=1 runs a fifth of the arrivals, and one live rate for 30 s with fewer tries. PARTS chooses of
-virtual and live, RATE_SECONDS=n is the time of each live rate (60), and VLLM=0.31.0 another version,
-in a folder of its own. Parts that were not run are absent.
+virtual and live, RATE_SECONDS=n is the time of each live rate (60), and VLLM=0.31.0 another
+version, in a folder of its own. Parts that were not run are absent.
 
 The last line is JSON.
 """
