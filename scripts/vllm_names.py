@@ -37,7 +37,8 @@ ENGINE: Final = "vllm/v1/engine/__init__.py"
 # attributes of vLLM's requests, and fields of its outputs
 _REQUEST: Final = (
     "request_id", "status", "num_computed_tokens", "num_prompt_tokens", "prompt_token_ids",
-    "sampling_params", "max_tokens", "priority", "arrival_time", "client_index", "resumable",
+    "sampling_params", "max_tokens", "output_token_ids", "priority", "arrival_time",
+    "client_index", "resumable",
 )  # fmt: skip
 _OUTPUT: Final = ("request_id", "new_token_ids", "finish_reason")
 FILES: Final = (SCHEDULER, ASYNC, QUEUE, CACHE, POOL, REQUEST, ENGINE)

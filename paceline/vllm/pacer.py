@@ -102,7 +102,7 @@ class Pacer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin with an empty core; vLLM has no requests either."""
+        """Begin with an empty core; no step is in flight."""
         self.kv = MirroredCache(self._settings.cache, self._theirs, self._find)
         self.core = Scheduler(self._settings.scheduler, self._settings.cache, kv=self.kv)
         self.foreign.clear()
@@ -121,7 +121,7 @@ class Pacer:
         now = self._clock()
         # vLLM's time is that of another process, on the wall's clock
         arrival = now - max(0.0, self._wall() - theirs.arrival_time)
-        request = core_request(theirs, max_model_len, arrival)
+        request = core_request(theirs, max_model_len, arrival, now)
         self.core.add_request(request)
         self._live[request.request_id] = request
         self._tags[request.request_id] = tag_of(theirs)

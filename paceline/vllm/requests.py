@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.core.request import Request, RequestSpec
+from paceline.core.request import Request, RequestSpec, ResumedOutput
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.errors import InvalidRequestError
@@ -67,13 +67,15 @@ def _arguments(theirs: Any) -> Mapping[str, Any]:
     return getattr(theirs.sampling_params, "extra_args", None) or {}
 
 
-def core_request(theirs: Any, max_model_len: int, arrival: float) -> Request:
-    """Return the core's request for one of vLLM's; ``arrival`` is a time of the core's clock.
+def core_request(theirs: Any, max_model_len: int, arrival: float, now: float) -> Request:
+    """Return the core's request for one of vLLM's; the times are of the core's clock. One that has
+    output, as another core served it before a fault, goes on behind that.
 
     The core gets no stop tokens: vLLM says who has ended. Raises InvalidRequestError.
     """
     arguments = _arguments(theirs)
     tokens = theirs.prompt_token_ids
+    output = tuple(theirs.output_token_ids)
     if tokens is None:
         # given as vectors; only the number matters here
         tokens = [0] * theirs.num_prompt_tokens
@@ -86,6 +88,7 @@ def core_request(theirs: Any, max_model_len: int, arrival: float) -> Request:
             ),
             arrival_time=arrival,
             priority=theirs.priority,
+            resumed=ResumedOutput(output, now, now) if output else None,
             slo=slo_of(arguments),
             tenant=_name("tenant", arguments.get("tenant", "")),
         )

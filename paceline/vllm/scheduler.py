@@ -9,8 +9,8 @@
     what was hidden is put back; what came out otherwise is amended in the core
 
 Chunks are cut in the one small method that vLLM asks for every row's length. vLLM's classes stay
-unchanged. A fault on our side ends pacing, not the engine: vLLM then schedules by itself until all
-its requests have ended, and pacing begins again.
+unchanged. A fault on our side ends pacing, not the engine: vLLM then schedules by itself for a
+second, and a new core takes its requests over.
 
 This is the only module that imports vLLM.
 """
@@ -39,8 +39,9 @@ from paceline.vllm.settings import read_settings
 __all__ = ["PacedScheduler"]
 
 _NOTHING: Final[Mapping[str, int]] = {}
-# times that pacing begins again after a fault
+# times that pacing begins again after a fault, and after how many seconds
 _MOST_FAULTS: Final = 3
+_PAUSE_SECONDS: Final = 1.0
 _log: Final = logging.getLogger(__name__)
 
 
@@ -76,16 +77,13 @@ class PacedScheduler(AsyncScheduler):
         self._want: Mapping[str, int] = _NOTHING
         # steps whose results are not in: vLLM's output, and the plan; None: vLLM's own step
         self._flying: deque[tuple[Any, SchedulerOutput | None]] = deque()
-        self._paces = True
+        self._paces, self._again_at = True, 0.0
         # requests that were refused or dropped, to be answered with the next outputs
         self._refused: list[Any] = []
 
     # ------------------------------------------------------------------ requests come and go
 
     def add_request(self, request: Any) -> None:
-        if not self._paces and not self.requests and self.pacer.counts.num_faults <= _MOST_FAULTS:
-            # all requests of the time of a fault have ended
-            self._paces = self._guarded(self.pacer.restart) is None
         known = request.request_id in self.requests
         super().add_request(request)
         if not known and self._paces:
@@ -112,10 +110,19 @@ class PacedScheduler(AsyncScheduler):
     # ------------------------------------------------------------------ a step
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        due = not self._paces and self._due()
+        if due and not any(output.num_scheduled_tokens for output, _ in self._flying):
+            self._paces, due = True, False
+            self._guarded(self._take_over)
         staged = self._guarded(self._stage) if self._paces else None
         if staged is None:
             self.pacer.counts.num_own_steps += 1
-            output = super().schedule(*args, **kwargs)
+            # one is left empty before pacing begins again, so that no step is in flight then
+            self.max_num_scheduled_tokens = 0 if due else self._most_tokens
+            try:
+                output = super().schedule(*args, **kwargs)
+            finally:
+                self.max_num_scheduled_tokens = self._most_tokens
             self._flying.append((output, None))
             return output
         plan, shown, admitted, hidden = staged
@@ -239,9 +246,27 @@ class PacedScheduler(AsyncScheduler):
             self.pacer.counts.num_faults += 1
             # the plans in flight are of a core that is given up
             self._flying = deque((output, None) for output, _ in self._flying)
-            self._paces = False
+            self._paces, self._again_at = False, self.clock() + _PAUSE_SECONDS
+            until = "for a second" if self._is_forgiven() else "from now on"
             _log.exception(
-                "paceline_fault number=%d: vLLM schedules by itself until its requests have ended. "
-                "Please report this", self.pacer.counts.num_faults,
+                "paceline_fault number=%d: vLLM schedules by itself %s. Please report this",
+                self.pacer.counts.num_faults, until,
             )  # fmt: skip
             return None
+
+    def _is_forgiven(self) -> bool:
+        return self.pacer.counts.num_faults <= _MOST_FAULTS
+
+    def _due(self) -> bool:
+        """Whether pacing begins again after a fault."""
+        return self._is_forgiven() and self.clock() >= self._again_at
+
+    def _take_over(self) -> None:
+        """Give all of vLLM's requests to a new core. They wait there, so those that run are
+        preempted, and find most of what they had computed in vLLM's prefix cache."""
+        for request in [each for each in self.running if not getattr(each, "resumable", False)]:
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+        self.pacer.restart()
+        for request in sorted(self.requests.values(), key=lambda each: each.arrival_time):
+            self._add(request)

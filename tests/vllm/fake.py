@@ -74,6 +74,10 @@ class Request:
         self.sampling_params = SimpleNamespace(extra_args=self.extra_args)
 
     @property
+    def output_token_ids(self) -> list[int]:
+        return self.output
+
+    @property
     def tokens(self) -> list[int]:
         assert self.prompt_token_ids is not None
         return [*self.prompt_token_ids, *self.output]

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.sim.recording import Recording
+from paceline.vllm.pacer import Pacer
 from tests.vllm import fake
 
 
@@ -224,11 +225,46 @@ def test_fault_of_ours_ends_pacing_and_not_the_engine(
     counts = engine.scheduler.pacer.counts
     assert counts.num_faults == 1 and counts.num_own_steps
     assert sum("paceline_fault" in record.message for record in caplog.records) == 1
-    # once all of these have ended, steps are planned again
-    own = counts.num_own_steps
-    engine.add("c", 20, 6)
+
+
+def test_pacing_begins_again_under_load(
+    paced_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(paced_class)
+    for number in range(8):
+        engine.add(f"r{number}", 30, 200)
+    for _ in range(20):
+        engine.step()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(engine.scheduler.pacer.core, "update", broken)
     engine.run()
-    assert counts.num_own_steps == own and len(engine.tokens["c"]) == 6
+    assert all(tokens == list(range(200)) for tokens in engine.tokens.values())
+    counts = engine.scheduler.pacer.counts
+    # a second's steps, one of them empty, and then the plans of another core
+    assert counts.num_faults == 1 and 90 < counts.num_own_steps < 110
+    assert counts.num_steps > 80 and not engine.scheduler.pacer.core.has_unfinished
+    assert "vLLM schedules by itself for a second" in caplog.text
+
+
+def test_too_many_faults_end_pacing(
+    paced_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(Pacer, "plan", broken)
+    engine = Engine(paced_class)
+    engine.add("a", 8, 240)
+    engine.add("b", 8, 240)
+    engine.run()
+    engine.add("c", 8, 240)
+    engine.run()
+    assert [len(tokens) for tokens in engine.tokens.values()] == [240, 240, 240]
+    assert engine.scheduler.pacer.counts.num_faults == 4
+    assert "vLLM schedules by itself from now on" in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(6))
