@@ -20,16 +20,26 @@ class _Metric(NamedTuple):
     read: Callable[[Mapping[str, Any]], Iterable[tuple[Mapping[str, str], float]]]
 
 
-def _one(key: str, **labels: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda counts: ((labels, counts[key]),)
+def _one(key: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda counts: (({}, counts[key]),)
 
 
 def _each(key: str, label: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda counts: [({label: name}, value) for name, value in counts[key].items()]
 
 
+def _pairs(key: str, *labels: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda counts: [
+        (dict(zip(labels, names, strict=True)), value) for *names, value in counts[key]
+    ]
+
+
 METRICS: Final = (
-    _Metric("paceline:steps", "counter", "Steps that the core planned.", _one("num_steps")),
+    _Metric(
+        "paceline:ready", "gauge", "1 while requests are served, 0 while /health fails.",
+        lambda counts: (({}, 1),),
+    ),
+    _Metric("paceline:steps", "counter", "Steps that the engine completed.", _one("num_steps")),
     _Metric(
         "paceline:vllm_amended_steps", "counter",
         "Planned steps of which vLLM ran something else.", _one("num_amended"),
@@ -40,38 +50,58 @@ METRICS: Final = (
     ),
     _Metric("paceline:vllm_faults", "counter", "Faults that ended pacing.", _one("num_faults")),
     _Metric(
-        "paceline:step_seconds", "counter", "Predicted and actual seconds of steps.",
-        lambda counts: (
-            ({"kind": "predicted"}, counts["predicted_step_seconds"]),
-            ({"kind": "actual"}, counts["actual_step_seconds"]),
-        ),
+        "paceline:step_tokens", "counter",
+        "Tokens computed: one of a request that is one behind (decode), or several (prefill).",
+        _each("step_tokens", "kind"),
+    ),
+    _Metric(
+        "paceline:step_seconds", "counter",
+        "Time of the steps whose time was predicted, predicted and actual.",
+        _each("step_seconds", "kind"),
+    ),
+    _Metric(
+        "paceline:requests", "gauge", "Choices by SLO class, running or waiting.",
+        _pairs("requests", "slo_class", "state"),
+    ),
+    _Metric(
+        "paceline:queue_blocked", "gauge",
+        "1 for what blocks the head of the queue now, 0 for the other reasons.",
+        _each("blocked", "reason"),
+    ),
+    _Metric(
+        "paceline:queue_blocked_seconds", "counter", "Seconds the head of the queue was blocked.",
+        _each("waited", "reason"),
     ),
     _Metric(
         "paceline:requests_refused", "counter", "Requests refused or expired.",
         _each("refused", "reason"),
     ),
-    _Metric("paceline:requests_demoted", "counter", "Requests demoted.", _one("num_demoted")),
     _Metric(
-        "paceline:slo_requests", "counter", "Requests with targets that ended.",
-        _one("num_with_targets"),
+        "paceline:requests_demoted", "counter",
+        "Times a request was demoted: its first token or best-effort deadline would be late.",
+        _one("demoted"),
+    ),
+    _Metric(
+        "paceline:wasted_tokens", "counter",
+        "Tokens computed again after a preemption, or for no request.", _each("wasted", "cause"),
+    ),
+    _Metric(
+        "paceline:slo_requests", "counter",
+        "Requests that ended, refused ones too: goodput_requests / slo_requests is attainment.",
+        _each("ended", "slo_class"),
     ),
     _Metric(
         "paceline:goodput_requests", "counter", "Requests that met every target they had.",
-        _one("num_kept"),
+        _each("kept", "slo_class"),
     ),
     _Metric(
-        "paceline:queue_blocked_seconds", "counter", "Seconds that the queue's head was blocked.",
-        _each("waited", "reason"),
+        "paceline:slo_violations", "counter",
+        "Targets missed, by class and kind: ttft, tpot, itl, deadline, unfinished, refused.",
+        _pairs("missed", "slo_class", "kind"),
     ),
     _Metric(
-        "paceline:requests", "gauge", "Requests that wait or run.",
-        lambda counts: (
-            ({"state": "running"}, counts["num_running"]),
-            ({"state": "waiting"}, counts["num_waiting"]),
-        ),
-    ),
-    _Metric(
-        "paceline:memory_pressure_level", "gauge", "Level of the valve.", _one("pressure_level")
+        "paceline:memory_pressure_level", "gauge",
+        "Of the memory-pressure valve: 0 closed, 4 refusing.", _one("pressure_level"),
     ),
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ This module does not import vLLM.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,7 +20,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.engine.recorder import FileRecorder
 from paceline.errors import QueueFullError, RequestError
 from paceline.vllm.mirror import MirroredCache
-from paceline.vllm.requests import core_request, slo_arguments, tag_of
+from paceline.vllm.requests import arguments_of, core_request, slo_arguments, slo_of, tag_of
 from paceline.vllm.settings import Settings
 
 __all__ = ["Counts", "Fate", "Pacer", "Refusal"]
@@ -28,6 +28,7 @@ __all__ = ["Counts", "Fate", "Pacer", "Refusal"]
 # requests whose fates are kept after their end
 _KEPT: Final = 1_000
 _DEPTH: Final = 2
+_NUMBERS: Final = ("num_steps", "num_amended", "num_own_steps", "num_faults")
 
 
 class Refusal(NamedTuple):
@@ -65,9 +66,11 @@ class Counts:
     # steps that vLLM scheduled by itself, and faults that led to that
     num_own_steps: int = 0
     num_faults: int = 0
-    # requests that ended with targets, and those that kept them all
-    num_with_targets: int = 0
-    num_kept: int = 0
+    # by SLO class: requests that ended, those that met every target they had, and by class and
+    # kind what was missed
+    ended: Counter[str] = dataclasses.field(default_factory=Counter)
+    kept: Counter[str] = dataclasses.field(default_factory=Counter)
+    missed: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
 
 class Pacer:
@@ -134,6 +137,8 @@ class Pacer:
             refusal = Refusal(429, str(error), error.retry_after, error.reason, None)
         else:
             refusal = Refusal(400, str(error), None, "", error.param)
+        if isinstance(error, QueueFullError):
+            self._judge(slo_of(arguments_of(theirs)).slo_class, ("refused",))
         self._keep(tag_of(theirs), theirs.request_id, Fate(refusal, None, None, None, {}, ()))
 
     def take_dropped(self) -> list[str]:
@@ -204,10 +209,10 @@ class Pacer:
             request, tag = self._live[name], self._tags[name]
             first, arrival = request.first_token_time, request.asked.arrival_time
             violated: tuple[str, ...] = ()
-            if first is not None and request.slo.has_targets:
+            if first is not None:
                 violated = request.slo.violations(arrival, first, now, request.num_output_tokens)
-                self.counts.num_with_targets += 1
-                self.counts.num_kept += not violated
+            if update.finish_reason is not FinishReason.ABORT:
+                self._judge(request.slo.slo_class, violated)
             ttft = speed = None
             if first is not None:
                 ttft, later = first - arrival, request.num_output_tokens - 1
@@ -216,6 +221,12 @@ class Pacer:
             self._keep(tag, name, Fate(None, update.timeline, ttft, speed, targets, violated))
             self._forget(name)
         return ended
+
+    def _judge(self, slo_class: str, missed: Sequence[str]) -> None:
+        self.counts.ended[slo_class] += 1
+        self.counts.kept[slo_class] += not missed
+        for kind in missed:
+            self.counts.missed[slo_class, kind] += 1
 
     def _keep(self, tag: str, name: str, fate: Fate) -> None:
         for key in (tag, name):
@@ -236,13 +247,21 @@ class Pacer:
             fate = self.fates.get(str(message["fate"]))
             return None if fate is None else _told(fate)
         counts, stats = self.counts, self.core.stats()
+        # the engine's thread may change it meanwhile
+        live = list(self._live.values())
+        states = Counter((each.slo.slo_class, each.status.value) for each in live)
         return {
-            **dataclasses.asdict(counts),
-            "num_running": stats.num_running, "num_waiting": stats.num_waiting,
-            "num_demoted": stats.num_demoted, "num_preemptions": stats.num_preemptions,
-            "pressure_level": stats.pressure_level,
-            "predicted_step_seconds": stats.predicted_step_seconds,
-            "actual_step_seconds": stats.actual_step_seconds,
+            **{name: getattr(counts, name) for name in _NUMBERS},
+            "ended": counts.ended, "kept": counts.kept,
+            "missed": [(*names, count) for names, count in counts.missed.items()],
+            "requests": [(*names, count) for names, count in states.items()],
+            "demoted": stats.num_demoted, "pressure_level": stats.pressure_level,
+            "step_tokens": {"prefill": stats.num_prefill_tokens, "decode": stats.num_decode_tokens},
+            "step_seconds": {"predicted": stats.predicted_step_seconds,
+                             "actual": stats.actual_step_seconds},
+            "wasted": {"recomputed": stats.num_recomputed_tokens,
+                       "discarded": stats.num_discarded_tokens},
+            "blocked": {name: int(name == stats.blocked_by) for name, _ in stats.waited},
             "refused": dict(stats.refused), "waited": dict(stats.waited),
         }  # fmt: skip
 

@@ -14,7 +14,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.errors import InvalidRequestError
 
-__all__ = ["ARGUMENTS", "TAG", "core_request", "slo_arguments", "slo_of", "tag_of"]
+__all__ = ["ARGUMENTS", "TAG", "arguments_of", "core_request", "slo_arguments", "slo_of", "tag_of"]
 
 # seconds on the wire are milliseconds, as in ``slo`` of a body
 _TARGETS: Final = {
@@ -60,10 +60,11 @@ def slo_of(arguments: Mapping[str, Any]) -> Slo:
 
 def tag_of(theirs: Any) -> str:
     """Return the name that the middleware gave a request; "" without a middleware."""
-    return str(_arguments(theirs).get(TAG, ""))
+    return str(arguments_of(theirs).get(TAG, ""))
 
 
-def _arguments(theirs: Any) -> Mapping[str, Any]:
+def arguments_of(theirs: Any) -> Mapping[str, Any]:
+    """Return the extra arguments of one of vLLM's requests."""
     return getattr(theirs.sampling_params, "extra_args", None) or {}
 
 
@@ -73,7 +74,7 @@ def core_request(theirs: Any, max_model_len: int, arrival: float, now: float) ->
 
     The core gets no stop tokens: vLLM says who has ended. Raises InvalidRequestError.
     """
-    arguments = _arguments(theirs)
+    arguments = arguments_of(theirs)
     tokens = theirs.prompt_token_ids
     output = tuple(theirs.output_token_ids)
     if tokens is None:

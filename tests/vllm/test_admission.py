@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from paceline.core.outputs import Timeline
+from paceline.server.observability.snapshot.frame import make_frame
+from paceline.server.observability.snapshot.scrape import parse_metrics
 from paceline.vllm.admission import Admission
 from paceline.vllm.channel import Channel, ask
-from paceline.vllm.metrics import METRICS
+from paceline.vllm.metrics import METRICS, metrics_lines
 
 REFUSED = {
     "status": 429, "message": "not accepted: 3 requests wait already; retry in 2.5 s",
@@ -26,10 +28,12 @@ SERVED = {
     "violated": [],
 }  # fmt: skip
 COUNTS: dict[str, Any] = {
-    "num_steps": 7, "num_amended": 1, "num_own_steps": 0, "num_faults": 0, "num_with_targets": 3,
-    "num_kept": 2, "num_running": 4, "num_waiting": 5, "num_demoted": 6, "pressure_level": 0,
-    "predicted_step_seconds": 1.5, "actual_step_seconds": 1.25, "refused": {"queue-full": 8},
-    "waited": {"slots": 2.5},
+    "num_steps": 7, "num_amended": 1, "num_own_steps": 0, "num_faults": 0, "demoted": 6,
+    "ended": {"standard": 3}, "kept": {"standard": 2}, "missed": [["standard", "ttft", 1]],
+    "requests": [["standard", "running", 4], ["standard", "waiting", 5]], "pressure_level": 0,
+    "step_tokens": {"prefill": 70, "decode": 14}, "wasted": {"recomputed": 1, "discarded": 2},
+    "step_seconds": {"predicted": 1.5, "actual": 1.25}, "refused": {"queue-full": 8},
+    "waited": {"slots": 2.5}, "blocked": {"slots": 1},
 }  # fmt: skip
 
 
@@ -284,12 +288,31 @@ def test_metrics_follow_vllms(engine: Engine) -> None:
     for line in (
         'paceline:steps_total{engine="0"} 7', 'paceline:vllm_amended_steps_total{engine="0"} 1',
         'paceline:requests_refused_total{engine="0",reason="queue-full"} 8',
-        'paceline:requests{engine="0",state="waiting"} 5',
-        'paceline:goodput_requests_total{engine="0"} 2',
+        'paceline:requests{engine="0",slo_class="standard",state="waiting"} 5',
+        'paceline:goodput_requests_total{engine="0",slo_class="standard"} 2',
         'paceline:step_seconds_total{engine="0",kind="actual"} 1.25',
     ):  # fmt: skip
         assert line in lines
     assert sum(line.startswith("# TYPE") for line in lines) == len(METRICS)
+
+
+def test_metrics_are_what_paceline_top_reads() -> None:
+    vllm = 'vllm:num_requests_running{engine="0",model_name="m"} 4.0\n'
+    before = parse_metrics(vllm + metrics_lines([COUNTS]).decode(), 10.0)
+    later = COUNTS | {
+        "num_steps": 17, "ended": {"standard": 7}, "kept": {"standard": 5},
+        "missed": [["standard", "ttft", 3]], "waited": {"slots": 4.5},
+        "step_tokens": {"prefill": 170, "decode": 34},
+        "step_seconds": {"predicted": 2.5, "actual": 2.25},
+    }  # fmt: skip
+    frame = make_frame(before, parse_metrics(vllm + metrics_lines([later]).decode(), 20.0))
+    assert frame.ready and frame.model == "m" and frame.steps_per_s == 1.0
+    assert frame.prefill_tokens_per_step == 10.0 and frame.decode_tokens_per_step == 2.0
+    assert frame.step_seconds == 0.1 and frame.blocked_by == "slots"
+    assert frame.blocked_share == {"slots": 0.2} and frame.attainment == 0.75
+    (row,) = frame.classes
+    assert (row.name, row.running, row.waiting, row.ended) == ("standard", 4, 5, 4)
+    assert row.violations == {"ttft": 2}
 
 
 def test_metrics_without_an_engine() -> None:

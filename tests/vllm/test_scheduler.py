@@ -98,7 +98,9 @@ def test_steps_are_the_plans(paced_class: Any) -> None:
     assert not counts.num_own_steps and not counts.num_faults
     # the short one has less time, so it goes first, though it came later
     assert list(engine.steps[0]) == ["short", "long"]
-    assert counts.num_with_targets == counts.num_kept == 2
+    told = engine.scheduler.pacer.answer({"counts": True})
+    assert told["ended"] == told["kept"] == {"standard": 2} and told["missed"] == []
+    assert told["step_tokens"] == {"prefill": 108, "decode": 6} and told["requests"] == []
 
 
 def test_without_the_plug_in_arrival_decides() -> None:
@@ -163,6 +165,9 @@ def test_refused_request_ends_with_an_error(paced_class: Any) -> None:
     fate = engine.scheduler.pacer.answer({"fate": f"tag{refused[0][1:]}"})
     assert fate["refusal"]["status"] == 429 and fate["refusal"]["retry_after"] > 0.0
     assert "the limit is 1" in fate["refusal"]["message"]
+    told = engine.scheduler.pacer.answer({"counts": True})
+    assert told["missed"] == [("standard", "refused", len(refused))]
+    assert told["refused"] == {"queue-full": len(refused)}
     served = engine.scheduler.pacer.answer({"fate": "tag0"})
     assert served["refusal"] is None and served["timeline"] is not None and served["ttft"] > 0.0
     assert engine.scheduler.pacer.answer({"fate": "nonsense"}) is None
