@@ -1,5 +1,5 @@
 """Our lines of vLLM's ``/metrics``, in Prometheus' text format. Names that our own server has, too,
-mean the same.
+mean the same. ``paceline:ready`` is not among them: by that, the gateway knows our own server.
 
 This module does not import vLLM, and gets the numbers from ``channel``.
 """
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 __all__ = ["METRICS", "metrics_lines"]
+
+_LEVEL: Final = "paceline:memory_pressure_level"
 
 
 class _Metric(NamedTuple):
@@ -35,10 +37,6 @@ def _pairs(key: str, *labels: str) -> Callable[[Mapping[str, Any]], Any]:
 
 
 METRICS: Final = (
-    _Metric(
-        "paceline:ready", "gauge", "1 while requests are served, 0 while /health fails.",
-        lambda counts: (({}, 1),),
-    ),
     _Metric("paceline:steps", "counter", "Steps that the engine completed.", _one("num_steps")),
     _Metric(
         "paceline:vllm_amended_steps", "counter",
@@ -100,19 +98,24 @@ METRICS: Final = (
         _pairs("missed", "slo_class", "kind"),
     ),
     _Metric(
-        "paceline:memory_pressure_level", "gauge",
+        _LEVEL, "gauge",
         "Of the memory-pressure valve: 0 closed, 4 refusing.", _one("pressure_level"),
     ),
 )  # fmt: skip
 
 
 def metrics_lines(engines: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the lines of all engines' counts, each with the engine's number as a label."""
+    """Return the lines of all engines' counts, each with the engine's number as a label. Of the
+    pressure level only the highest is told: the gateway adds series up."""
     lines: list[str] = []
     for metric in METRICS if engines else ():
         suffix = "_total" if metric.kind == "counter" else ""
         lines.append(f"# HELP {metric.name}{suffix} {metric.text}")
         lines.append(f"# TYPE {metric.name}{suffix} {metric.kind}")
+        if metric.name == _LEVEL:
+            level = max(counts["pressure_level"] for counts in engines)
+            lines.append(f"{metric.name} {level}")
+            continue
         for number, counts in enumerate(engines):
             for labels, value in metric.read(counts):
                 pairs = ",".join(f'{k}="{v}"' for k, v in {"engine": number, **labels}.items())

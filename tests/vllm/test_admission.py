@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.core.outputs import Timeline
+from paceline.gateway.settings.engine_types import KINDS, kind_of_metrics, read_pressure
 from paceline.server.observability.snapshot.frame import make_frame
 from paceline.server.observability.snapshot.scrape import parse_metrics
 from paceline.vllm.admission import Admission
@@ -313,6 +314,15 @@ def test_metrics_are_what_paceline_top_reads() -> None:
     (row,) = frame.classes
     assert (row.name, row.running, row.waiting, row.ended) == ("standard", 4, 5, 4)
     assert row.violations == {"ttft": 2}
+
+
+def test_the_gateway_knows_it_as_vllm() -> None:
+    text = b'vllm:num_requests_running{engine="0"} 4.0\n' + metrics_lines(
+        [COUNTS | {"pressure_level": 2}, COUNTS | {"pressure_level": 3}]
+    )
+    # our own server resumes by token ids, and vLLM does not
+    assert kind_of_metrics(text) == "vllm"
+    assert read_pressure(text, KINDS["vllm"], 0.0).level == 3
 
 
 def test_metrics_without_an_engine() -> None:

@@ -87,7 +87,8 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
         idle=60.0,
     ),
     "vllm": KindFacts(
-        signals=_VLLM_SIGNALS,
+        # the level is there with Paceline's scheduler inside
+        signals={**_VLLM_SIGNALS, "level": ("paceline:memory_pressure_level",)},
         capacity=_VLLM_CAPACITY,
         continues=True,
         salts=True,

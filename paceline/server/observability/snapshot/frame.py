@@ -132,7 +132,8 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     return Frame(
         model=after.label("vllm:num_requests_running", "model_name") or "",
         interval=seconds,
-        ready=after.one("paceline:ready") == 1,
+        # vLLM with our scheduler inside answers while it is ready
+        ready=after.one("paceline:ready") != 0,
         metrics_age=after.one("paceline:metrics_age_seconds") or 0.0,
         running=int(after.total("vllm:num_requests_running")),
         waiting=int(after.total("vllm:num_requests_waiting")),
