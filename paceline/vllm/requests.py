@@ -14,13 +14,24 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.errors import InvalidRequestError
 
-__all__ = ["ARGUMENTS", "TAG", "arguments_of", "core_request", "slo_arguments", "slo_of", "tag_of"]
+__all__ = [
+    "ARGUMENTS",
+    "CLASSES",
+    "TAG",
+    "arguments_of",
+    "core_request",
+    "slo_arguments",
+    "slo_of",
+    "tag_of",
+]
 
 # seconds on the wire are milliseconds, as in ``slo`` of a body
 _TARGETS: Final = {
     "ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "deadline_ms": "deadline",
     "queue_ttl_ms": "queue_ttl",
 }  # fmt: skip
+# of our own server; the middleware resolves their targets
+CLASSES: Final = ("interactive", "standard", "batch")
 # the name under which the middleware asks for the request's fate
 TAG: Final = "paceline_tag"
 # names of ours among the extra arguments; all others are other people's
@@ -54,7 +65,11 @@ def slo_of(arguments: Mapping[str, Any]) -> Slo:
     if "best_effort" in arguments:
         fields["best_effort"] = _number("best_effort", arguments["best_effort"]) != 0
     if "slo_class" in arguments:
-        fields["slo_class"] = _name("slo_class", arguments["slo_class"])
+        # it becomes a label of metrics, so callers must not invent any
+        name = fields["slo_class"] = _name("slo_class", arguments["slo_class"])
+        if name not in CLASSES:
+            why = f"vllm_xargs.slo_class must be one of {', '.join(CLASSES)}, got {name!r}"
+            raise InvalidRequestError(why, "slo_class")
     return Slo(**fields) if fields else NO_SLO
 
 

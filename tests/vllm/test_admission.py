@@ -14,6 +14,8 @@ from paceline.core.outputs import Timeline
 from paceline.gateway.settings.engine_types import KINDS, kind_of_metrics, read_pressure
 from paceline.server.observability.snapshot.frame import make_frame
 from paceline.server.observability.snapshot.scrape import parse_metrics
+from paceline.server.protocol.targets import CLASSES
+from paceline.vllm import requests
 from paceline.vllm.admission import Admission
 from paceline.vllm.channel import Channel, ask
 from paceline.vllm.metrics import METRICS, metrics_lines
@@ -134,6 +136,12 @@ def test_targets_by_body_and_headers() -> None:
     assert arguments({}) == {}
     # other people's arguments stay, and a caller may write ours there itself
     assert arguments({"vllm_xargs": {"theirs": "x", "ttft_ms": 3}}) == {"theirs": "x", "ttft_ms": 3}
+
+
+def test_classes_are_those_of_our_server() -> None:
+    assert set(requests.CLASSES) == set(CLASSES)
+    for name, slo in CLASSES.items():
+        assert requests.slo_of(requests.slo_arguments(slo)) == slo, name
 
 
 def test_tenant_by_header_or_key() -> None:

@@ -179,6 +179,7 @@ def test_refused_request_ends_with_an_error(paced_class: Any) -> None:
         ({"ttft_ms": 0}, "slo.ttft_ms must be above 0"),
         ({"tpot_ms": "fast"}, "vllm_xargs.tpot_ms must be a number, got 'fast'"),
         ({"tenant": 7}, "vllm_xargs.tenant must be a string, got 7"),
+        ({"slo_class": "mine"}, "vllm_xargs.slo_class must be one of interactive, standard"),
     ],
 )
 def test_bad_arguments_end_that_request_alone(
