@@ -54,7 +54,7 @@ class Channel:
             # others must neither read fates nor take the engine's place
             self.path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            if self.path.parent.parent.stat().st_uid != os.getuid():
+            if not _is_ours(self.path.parent.parent):
                 raise OSError(f"{self.path.parent.parent} belongs to another user")
             self.path.unlink(missing_ok=True)
             self._listener.bind(str(self.path))
@@ -88,7 +88,14 @@ class Channel:
                 connection.sendall(json.dumps(self._answer(message)).encode() + b"\n")
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is this user's: in /tmp another one may have made it first."""
+    return folder.is_dir() and folder.stat().st_uid == os.getuid()
+
+
 def _sockets() -> Iterator[Path]:
+    if not _is_ours(channel_folder()):
+        return
     for parent in (os.getpid(), os.getppid()):
         yield from sorted((channel_folder() / str(parent)).glob("*.sock"))
 

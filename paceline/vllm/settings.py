@@ -62,6 +62,10 @@ def read_settings(config: Any, num_blocks: int, block_size: int) -> Settings:
         raise ConfigError(f"--additional-config: {KEY}.record must be a path, got {record!r}")
     for name, value in values.items():
         _check(name, value)
+    rank = getattr(config.parallel_config, "data_parallel_rank", 0)
+    if record is not None and rank:
+        # each data parallel rank has an engine of its own
+        record = f"{record}.{rank}"
     theirs, watermark = config.scheduler_config, CacheConfig(block_size=1, num_blocks=1).watermark
     slots = getattr(theirs, "max_num_active_seqs", None) or theirs.max_num_seqs
     tokens = getattr(theirs, "max_num_scheduled_tokens", None) or theirs.max_num_batched_tokens

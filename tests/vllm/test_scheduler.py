@@ -378,6 +378,13 @@ def test_recording_is_the_simulators(paced_class: Any, tmp_path: Path) -> None:
     assert [request.output_tokens for request in recording.requests] == [5] * 6
 
 
+def test_recording_of_another_rank_has_a_file_of_its_own(paced_class: Any, tmp_path: Path) -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_rank=2)
+    settings = {"paceline": {"record": str(tmp_path / "steps.jsonl")}}
+    Engine(paced_class, additional_config=settings, parallel_config=parallel)
+    assert [path.name for path in tmp_path.glob("steps*")] == ["steps.jsonl.2"]
+
+
 def test_missing_names_are_named(paced_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(fake.Scheduler, "_reserve_prefill_lookahead")
     monkeypatch.delattr(fake.KVCacheManager, "get_computed_blocks")
