@@ -26,7 +26,7 @@ not kept.
 
 QUICK=1 runs a fifth of the arrivals, and one live rate for 30 s with fewer tries. PARTS chooses of
 virtual and live, RATE_SECONDS=n is the time of each live rate (60), and VLLM=0.31.0 another
-version, in a folder of its own. Parts that were not run are absent.
+version, in a folder of its own. Parts that were not run are absent, and named in ``not_run``.
 
 The last line is JSON.
 """
@@ -151,6 +151,7 @@ def main() -> int:
     """Print tables and the JSON line; return 1 after an unexpected error."""
     quick = os.environ.get("QUICK") == "1"
     parts = tuple(filter(None, os.environ.get("PARTS", ",".join(PARTS)).split(",")))
+    chosen = parts
     if unknown := sorted(set(parts) - set(PARTS)):
         print(f"there is no part {', '.join(unknown)}; parts are {', '.join(PARTS)}",
               file=sys.stderr)  # fmt: skip
@@ -182,6 +183,8 @@ def main() -> int:
             results |= measure(peer, work, Path(folder), multiples, seconds)
     report = {"bench": "vllm", "results": results, "machine": machine(), "quick": quick}
     report["version"] = version
+    if left := [part for part in PARTS if part not in chosen]:
+        report["not_run"] = left
     print(json.dumps(report | ({"absent": failed.reasons} if failed.reasons else {})))
     return failed.exit_code
 

@@ -18,7 +18,7 @@ from benchmarks.common.client import Timing, complete, get
 from benchmarks.common.load import FIRST_ID
 from benchmarks.common.processes import REPOSITORY, Command, Process, Unavailable, free_port
 
-__all__ = ["Contender", "Served", "Work", "measure", "served"]
+__all__ = ["Contender", "Served", "Work", "figures", "measure", "requests_at", "served"]
 
 # most seconds from arrival to the last token; what takes longer is given up by its caller
 PATIENCE: Final = 30.0
@@ -97,7 +97,7 @@ class _Request:
     output: int
 
 
-def _requests(rate: float, seconds: float, work: Work, seed: int) -> list[_Request]:
+def requests_at(rate: float, seconds: float, work: Work, seed: int) -> list[_Request]:
     """Return Poisson arrivals."""
     chance, at, found = random.Random(seed), 0.0, []
     while (at := at + chance.expovariate(rate)) < seconds:
@@ -128,7 +128,7 @@ async def _replay(
 
 async def _saturate(port: int, model: str, work: Work, seconds: float) -> float:
     """Return the requests a second that a server completes with many outstanding."""
-    pool = iter(_requests(1_000.0, seconds, work, seed=7))
+    pool = iter(requests_at(1_000.0, seconds, work, seed=7))
     began = time.monotonic()
     ends: list[float] = []
 
@@ -148,9 +148,10 @@ async def _saturate(port: int, model: str, work: Work, seconds: float) -> float:
     return len(steady) / (seconds - seconds / 4)
 
 
-def _figures(
+def figures(
     plan: Sequence[_Request], timings: Sequence[Timing], work: Work, seconds: float
 ) -> dict[str, Any]:
+    """Return the share of a plan's requests that kept both targets, and other figures."""
     done = [timing for timing in timings if not timing.error]
     kept = sum(
         t.ttft <= work.ttft_of(request) and (t.tpot or 0.0) <= work.tpot
@@ -180,7 +181,7 @@ def measure(
         capacity = asyncio.run(_saturate(port, model, work, CAPACITY_SECONDS))
         print(f"capacity: {capacity:.2f} requests a second", file=sys.stderr)
         plans = {
-            f"{multiple:g}": _requests(multiple * capacity, seconds, work, seed=1)
+            f"{multiple:g}": requests_at(multiple * capacity, seconds, work, seed=1)
             for multiple in (*multiples, 0.5)
         }
         for name, plan in plans.items():
@@ -197,11 +198,11 @@ def measure(
         with served(peer, contender, folder) as (port, model):
             asyncio.run(_saturate(port, model, work, 10.0))
             for name, plan in plans.items():
-                figures = _run(port, model, plan, contender, work, name, seconds)
+                found = _run(port, model, plan, contender, work, name, seconds)
                 if contender.paced:
-                    rates[name]["paced"] = figures
-                elif figures["kept"] >= rates[name].get("tuned", {"kept": -1.0})["kept"]:
-                    rates[name]["tuned"] = figures | {"flags": " ".join(contender.flags)}
+                    rates[name]["paced"] = found
+                elif found["kept"] >= rates[name].get("tuned", {"kept": -1.0})["kept"]:
+                    rates[name]["tuned"] = found | {"flags": " ".join(contender.flags)}
     below = rates.pop("0.5")
     return {"capacity_per_s": round(capacity, 3), "rates": rates, "below_capacity": below}
 
@@ -216,6 +217,6 @@ def _run(
     seconds: float,
 ) -> dict[str, Any]:
     timings = asyncio.run(_replay(port, model, plan, work, paced=contender.paced))
-    figures = _figures(plan, timings, work, seconds)
-    print(f"  {name:>4} x capacity, {contender.name:14} {figures}", file=sys.stderr, flush=True)
-    return figures
+    found = figures(plan, timings, work, seconds)
+    print(f"  {name:>4} x capacity, {contender.name:14} {found}", file=sys.stderr, flush=True)
+    return found
