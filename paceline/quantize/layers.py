@@ -254,7 +254,9 @@ class LayerRounding:
         if len(x) < _LEAST_TOKENS * x.shape[1]:
             rounded = round_nearest(weight, levels_of(kind))
         else:
-            rounded = round_matrix(target, moments, levels_of(kind))
+            rounded = round_matrix(
+                target, moments, levels_of(kind), threads=torch.get_num_threads()
+            )
         self._add(names, rounded, found)
         return rounded.values()
 

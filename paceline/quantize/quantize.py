@@ -33,7 +33,7 @@ from paceline.quantize.output import GGUFOutput, choose_kinds
 __all__ = ["Progress", "Quantized", "quantize"]
 
 # raised when a part of an earlier run would no longer be what this code makes
-_VERSION: Final = 1
+_VERSION: Final = 2
 
 # layers done, all layers, error of the stream behind the last one as a share
 Progress = Callable[[int, int, float], None]

@@ -16,6 +16,9 @@ The result is in GGUF's own blocks, which say ``scale * value + minimum``, both 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,6 +42,8 @@ __all__ = [
 GROUP: Final = 32
 # columns whose errors are handed on together
 _BLOCK: Final = 128
+# most rows that are rounded at once: their part of a step stays in the processor's second cache
+_ROWS: Final = 1024
 # of the mean of H's diagonal, added to all of it, so that it can be inverted
 _DAMPING: Final = 0.01
 # shares of a group's range that are tried
@@ -83,14 +88,16 @@ def round_nearest(weight: torch.Tensor, levels: int) -> Rounded:
 
 
 def round_matrix(
-    weight: torch.Tensor, hessian: torch.Tensor, levels: int, *, sweeps: int = 3
+    weight: torch.Tensor, hessian: torch.Tensor, levels: int, *, sweeps: int = 3, threads: int = 1
 ) -> Rounded:
-    """Round a matrix as the module describes.
+    """Round a matrix as the module describes. With more than one thread, PyTorch's own number of
+    threads is 1 meanwhile, and the caller's when this returns.
 
     Args:
         weight: [rows, columns] in float32, columns a multiple of GROUP.
         hessian: [columns, columns] in float32.
         levels: see ``levels_of``.
+        threads: rows are shared out among them; the result is the same for any number.
 
     Raises ValueError for values that are not finite.
     """
@@ -100,10 +107,46 @@ def round_matrix(
     diagonal = damped.diagonal()
     # a column that no input reaches is rounded as it is
     diagonal.add_(max(float(diagonal.mean()) * _DAMPING, 1e-12))
-    rounded = _compensated(weight, damped, levels)
-    for _ in range(sweeps):
-        _improve(rounded, weight, damped, levels)
-    return rounded
+    upper = _inverse_factor(damped)
+
+    def of_rows(part: torch.Tensor) -> Rounded:
+        with torch.inference_mode():
+            rounded = _compensated(part, upper, levels)
+            for _ in range(sweeps):
+                _improve(rounded, part, damped, levels)
+        return rounded
+
+    with _one_thread_each(threads) as pool:
+        # pairs of parts, so that two threads, which most small machines have, end together
+        pairs = -(-len(weight) // (2 * _ROWS))
+        parts = list(pool.map(of_rows, weight.tensor_split(2 * pairs)))
+    return Rounded(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat([part.minimums for part in parts]),
+    )
+
+
+@contextmanager
+def _one_thread_each(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield threads within which PyTorch uses one each. Steps of a few thousand numbers are not
+    worth sharing out, and rows are independent."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
+
+
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Return the upper triangular U with ``U^T U`` the inverse of ``hessian``."""
+    # with rows and columns in reverse, the lower factor of H becomes an upper one, R R^T = H
+    reverse = torch.linalg.cholesky(hessian.double().flip(0, 1)).flip(0, 1)
+    identity = torch.eye(len(hessian), dtype=torch.float64)
+    factor: torch.Tensor = torch.linalg.solve_triangular(reverse, identity, upper=True)
+    return factor.float()
 
 
 def _range(low: torch.Tensor, high: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,10 +192,9 @@ def _search(
     return best_scale, best_minimum
 
 
-def _compensated(weight: torch.Tensor, hessian: torch.Tensor, levels: int) -> Rounded:
+def _compensated(weight: torch.Tensor, upper: torch.Tensor, levels: int) -> Rounded:
+    """Round column by column; ``upper``: see ``_inverse_factor``."""
     rows, columns = weight.shape
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian.double()))
-    upper = torch.linalg.cholesky(inverse, upper=True).float()
     left = weight.t().contiguous()
     codes = torch.empty_like(left)
     scales = torch.empty(columns // GROUP, rows)

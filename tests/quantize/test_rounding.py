@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import gguf
 import numpy as np
 import pytest
 import torch
 
 from paceline.checkpoints.gguf.container import GGUFType
+from paceline.quantize import rounding
 from paceline.quantize.rounding import (
     GROUP,
     as_blocks,
@@ -51,6 +55,29 @@ def test_outputs_change_less_than_by_rounding_to_the_nearest(
     swept = output_error(round_matrix(weight, moments, levels).values(), weight, moments)
     assert compensated < nearest / 3
     assert swept < compensated * 0.9
+
+
+def test_rows_are_shared_out_among_threads(
+    case: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.quantize.rounding._ROWS", 10)
+    used, own = set(), torch.get_num_threads()
+    search = rounding._search
+
+    def noting(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        used.add((threading.get_ident(), torch.get_num_threads()))
+        together.wait()
+        return search(*arguments)
+
+    alone = round_matrix(*case, 15)
+    # six parts: a thread goes on only with another one
+    together = threading.Barrier(2, timeout=30)
+    monkeypatch.setattr("paceline.quantize.rounding._search", noting)
+    shared = round_matrix(*case, 15, threads=2)
+    for name in ("codes", "scales", "minimums"):
+        assert torch.equal(getattr(alone, name), getattr(shared, name))
+    assert len(used) == 2 and {threads for _, threads in used} == {1}
+    assert torch.get_num_threads() == own
 
 
 def test_a_sweep_makes_no_error_larger(case: tuple[torch.Tensor, torch.Tensor]) -> None:
