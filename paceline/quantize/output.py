@@ -12,11 +12,11 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from paceline.checkpoints.gguf.container import SIZES, GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.errors import CheckpointError, ConfigError
 from paceline.quantize.layers import RoundedTensor
+from paceline.quantize.source import Source, StoredTensor
 
 __all__ = ["GGUFOutput", "choose_kinds"]
 
@@ -28,12 +28,7 @@ _FILE_TYPES: Final = {
     GGUFType.Q5_1: gguf.LlamaFileType.MOSTLY_Q5_1,
 }
 _QUANTIZATION_VERSION: Final = 2
-# not of a single file, or written anew
-_OWN_KEYS: Final = (
-    "general.alignment", "general.architecture", "general.file_type",
-    "general.quantization_version", "split.no", "split.count", "split.tensors.count",
-)  # fmt: skip
-_SIXTEEN_BITS: Final = ("F16", "BF16", "F32")
+_SIXTEEN_BITS: Final = ("F16", "BF16", "F32", "F64")
 
 
 def choose_kinds(checkpoint: Checkpoint, kind: GGUFType) -> dict[str, GGUFType]:
@@ -49,21 +44,25 @@ def choose_kinds(checkpoint: Checkpoint, kind: GGUFType) -> dict[str, GGUFType]:
 
 
 class GGUFOutput:
-    """A file to be written from a GGUF file in 16 or 32 bits.
+    """A file to be written from a model in 16 or 32 bits.
 
     Raises ConfigError where the source has fewer bits: rounding twice loses more than rounding the
     original once.
     """
 
-    def __init__(self, source: GGUFCheckpoint, kinds: Mapping[str, GGUFType]) -> None:
+    def __init__(self, source: Source, kinds: Mapping[str, GGUFType]) -> None:
         self._source, self._kinds = source, kinds
+        self._tensors = source.tensors()
+        checkpoint = source.checkpoint
         few = {
-            name: kind for name in kinds if (kind := source.tensor_type(name)) not in _SIXTEEN_BITS
+            name: kind
+            for name in kinds
+            if (kind := checkpoint.tensor_type(name)) not in _SIXTEEN_BITS
         }
         if few:
             name, kind = next(iter(few.items()))
             raise ConfigError(
-                f"{source.path}: {len(few)} of {len(kinds)} matrices are in fewer than 16 bits "
+                f"{checkpoint.path}: {len(few)} of {len(kinds)} matrices are in fewer than 16 bits "
                 f"already, such as {name} in {kind}; start from the model in 16 bits"
             )
 
@@ -80,26 +79,17 @@ class GGUFOutput:
             partial.unlink(missing_ok=True)
 
     def _write(self, path: Path, rounded: Callable[[str], RoundedTensor]) -> None:
-        file = self._source.file
-        writer = gguf.GGUFWriter(path, str(file.metadata["general.architecture"]))
-        for name, field in gguf.GGUFReader(file.path).fields.items():
-            # the writer has no empty arrays
-            if not name.startswith("GGUF.") and name not in _OWN_KEYS and len(field.data):
-                outer, inner = field.types[0], field.types[-1]
-                writer.add_key_value(
-                    name,
-                    field.contents(),
-                    outer,
-                    sub_type=inner if outer == gguf.GGUFValueType.ARRAY else None,
-                )
+        writer = gguf.GGUFWriter(path, self._source.architecture)
+        for field in self._source.fields():
+            writer.add_key_value(field.name, field.value, field.kind, sub_type=field.inner)
         first = next(iter(self._kinds.values()))
         writer.add_file_type(_FILE_TYPES[first])
         writer.add_quantization_version(_QUANTIZATION_VERSION)
-        for stored, tensor in file.tensors.items():
-            kind = self._kind_of(stored)
+        for tensor in self._tensors:
+            kind = self._kind_of(tensor)
             values, size = SIZES[kind]
             writer.add_tensor_info(
-                stored,
+                tensor.name,
                 tensor.shape,
                 np.dtype(np.float32),
                 int(np.prod(tensor.shape)) // values * size,
@@ -109,35 +99,33 @@ class GGUFOutput:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for stored in file.tensors:
-                writer.write_tensor_data(self._data(stored, rounded))
-                self._source.release()
+            for tensor in self._tensors:
+                writer.write_tensor_data(self._data(tensor, rounded))
+                self._source.checkpoint.release()
 
-    def _kind_of(self, stored: str) -> GGUFType:
+    def _kind_of(self, tensor: StoredTensor) -> GGUFType:
         """Return the type of a tensor in the new file."""
-        parts, tensor = self._source.parts_of(stored), self._source.file.tensors[stored]
-        if parts and parts[0] in self._kinds:
-            return self._kinds[parts[0]]
+        if tensor.parts and tensor.parts[0] in self._kinds:
+            return self._kinds[tensor.parts[0]]
         # the embedding and the head are rounded to 8 bits, which costs next to nothing
-        if parts in (["model.embed_tokens.weight"], ["lm_head.weight"]) and (
+        if tensor.parts in (("model.embed_tokens.weight",), ("lm_head.weight",)) and (
             tensor.shape[-1] % SIZES[GGUFType.Q8_0][0] == 0
         ):
             return GGUFType.Q8_0
         return tensor.type
 
-    def _data(self, stored: str, rounded: Callable[[str], RoundedTensor]) -> NDArray[Any]:
-        parts, kind = self._source.parts_of(stored), self._kind_of(stored)
-        if parts and parts[0] in self._kinds:
+    def _data(self, tensor: StoredTensor, rounded: Callable[[str], RoundedTensor]) -> NDArray[Any]:
+        source, kind = self._source, self._kind_of(tensor)
+        if tensor.parts and tensor.parts[0] in self._kinds:
             return np.concatenate(
-                [self._source.stored_rows(name, rounded(name).blocks) for name in parts]
+                [source.stored_rows(name, rounded(name).blocks) for name in tensor.parts]
             )
-        raw = self._source.stored_bytes(stored)
-        if kind == self._source.file.tensors[stored].type:
-            return raw
-        values = self._source.tensor(parts[0])
+        if kind == tensor.type:
+            return source.stored_bytes(tensor)
+        values = source.checkpoint.tensor(tensor.parts[0])
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{self._source.path}: tensor {stored} has values that are not "
-                                  "finite")  # fmt: skip
+            raise CheckpointError(f"{source.checkpoint.path}: tensor {tensor.name} has values that "
+                                  "are not finite")  # fmt: skip
         return np.concatenate(
             [
                 gguf.quants.quantize(values[start : start + _ROWS], gguf.GGMLQuantizationType(kind))

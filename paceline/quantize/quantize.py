@@ -24,11 +24,14 @@ import torch
 from paceline.backends.machine.cpu import choose_threads
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from paceline.checkpoints.gguf.container import GGUFType
-from paceline.checkpoints.gguf.shards import gguf_files
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
+from paceline.quantize.folder import FolderSource
 from paceline.quantize.layers import LayerRounding, RoundedTensor
 from paceline.quantize.output import GGUFOutput, choose_kinds
+from paceline.quantize.source import GGUFSource, Source
 
 __all__ = ["Progress", "Quantized", "quantize"]
 
@@ -64,25 +67,25 @@ def quantize(
     """Write a GGUF file with the layers' matrices in few bits; see the package.
 
     Args:
-        source: a GGUF file in 16 or 32 bits.
+        source: a GGUF file or a folder of safetensors, in 16 or 32 bits.
         windows: token ids of the calibration text, [pieces, length]; see ``calibration_windows``.
         kind: of the layers' matrices, Q4_1 or Q5_1.
         threads: of the processor; None: as many as there are.
 
     Raises:
-        ConfigError: the source has fewer bits already, is a folder, or the disk is full.
+        ConfigError: the source has fewer bits already, cannot be written as GGUF, or the disk is
+            full.
         CheckpointError: the source cannot be read, or has values that are not finite.
     """
     began = time.monotonic()
     torch.set_num_threads(choose_threads(threads))
     checkpoint = open_checkpoint(source)
-    if not isinstance(checkpoint, GGUFCheckpoint):
-        raise ConfigError(f"{source} must be a GGUF file, got a folder")
     kinds = choose_kinds(checkpoint, kind)
     if not kinds:
         raise ConfigError(f"{source}: no matrix has rows of whole blocks, of 32 weights each")
-    output = GGUFOutput(checkpoint, kinds)
-    parts = _Parts(target.with_name(f"{target.name}.parts"), _job(source, kind, windows))
+    model = _source_of(checkpoint)
+    output = GGUFOutput(model, kinds)
+    parts = _Parts(target.with_name(f"{target.name}.parts"), _job(model, kind, windows))
     try:
         resumed = _round_layers(checkpoint, windows, kinds, parts, progress)
         output.write(target, parts.tensor)
@@ -93,15 +96,23 @@ def quantize(
     matrices = [name for name in checkpoint.tensor_names() if name.endswith("_proj.weight")]
     return Quantized(
         seconds=time.monotonic() - began,
-        bytes_before=sum(path.stat().st_size for path in gguf_files(source)),
+        bytes_before=sum(path.stat().st_size for path in model.files()),
         bytes_after=target.stat().st_size,
         kept=tuple(name for name in matrices if name not in kinds),
         resumed=resumed,
     )
 
 
+def _source_of(checkpoint: Checkpoint) -> Source:
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return GGUFSource(checkpoint)
+    if isinstance(checkpoint, HFCheckpoint):
+        return FolderSource(checkpoint)
+    raise TypeError(f"no source of {type(checkpoint).__name__}")
+
+
 def _round_layers(
-    checkpoint: GGUFCheckpoint,
+    checkpoint: Checkpoint,
     windows: torch.Tensor,
     kinds: dict[str, GGUFType],
     parts: _Parts,
@@ -117,9 +128,9 @@ def _round_layers(
     return done
 
 
-def _job(source: Path, kind: GGUFType, windows: torch.Tensor) -> dict[str, Any]:
+def _job(source: Source, kind: GGUFType, windows: torch.Tensor) -> dict[str, Any]:
     """Return what the parts of a run depend on."""
-    files = [(path.resolve(), path.stat()) for path in gguf_files(source)]
+    files = [(path.resolve(), path.stat()) for path in source.files()]
     return {
         "version": _VERSION,
         "source": [[str(path), about.st_size, about.st_mtime_ns] for path, about in files],

@@ -16,7 +16,7 @@ import torch
 
 from paceline.errors import ConfigError, InvalidRequestError
 
-__all__ = ["CHAT", "LENGTH", "WINDOWS", "Reader", "calibration_windows"]
+__all__ = ["CHAT", "LENGTH", "WINDOWS", "Reader", "calibration_windows", "own_text"]
 
 # the choice that stands for the package's own text
 CHAT: Final = "chat"
@@ -53,6 +53,11 @@ def calibration_windows(tokenizer: Reader, choice: str) -> torch.Tensor:
         )
     between = (len(tokens) - LENGTH) // (WINDOWS - 1)
     return torch.tensor([tokens[i * between : i * between + LENGTH] for i in range(WINDOWS)])
+
+
+def own_text() -> str:
+    """Return the package's text without a template: prose, code, and chat as it is stored."""
+    return "\n\n".join(_read(_FOLDER / name) for name in ("prose.txt", "code.txt", "chat.jsonl"))
 
 
 def _chat_tokens(tokenizer: Reader) -> list[int]:

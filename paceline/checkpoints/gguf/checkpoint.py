@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.architectures import ARCHITECTURES
+from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.gguf.config import GGUFConfigReader, find_architecture
 from paceline.checkpoints.gguf.container import GGUFFile, GGUFTensor, GGUFType
 from paceline.checkpoints.gguf.data import GGUFData
@@ -33,7 +33,7 @@ from paceline.checkpoints.model.checkpoint import check_shapes, expected_shapes,
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import CheckpointError
 
-__all__ = ["GGUFCheckpoint", "open_gguf"]
+__all__ = ["GGUFCheckpoint", "open_gguf", "stored_name", "stored_rows"]
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -65,6 +65,8 @@ _IN_LAYER: Final = {
 }
 _LAYER_NAME: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
 _PLAIN_NAME: Final = re.compile(r"([a-z_]+)\.(weight|bias)")
+_OUR_NAME: Final = re.compile(r"model\.layers\.([0-9]+)\.([a-z0-9_.]+)\.(weight|bias)")
+_EXPERT: Final = re.compile(r"\.experts\.[0-9]+\.")
 # tensors read as part of the config
 _ROPE_TENSORS: Final = (
     "rope_freqs.weight",
@@ -168,9 +170,7 @@ class GGUFCheckpoint:
     def stored_rows(self, name: str, rows: NDArray[_T]) -> NDArray[_T]:
         """Put the rows of a matrix in the order in which the file has them, as ``tensor`` puts the
         file's in ours."""
-        ordered = np.empty_like(rows)
-        ordered[self._reorder(name, np.arange(len(rows)))] = rows
-        return ordered
+        return stored_rows(self._config, self._interleaved, name, rows)
 
     def stored_bytes(self, stored: str) -> NDArray[np.uint8]:
         """Return the bytes of a tensor of the file, [rows, bytes of a row], backed by the file."""
@@ -241,20 +241,50 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
 
     def _reorder(self, name: str, rows: NDArray[_T]) -> NDArray[_T]:
-        order = row_order(self._config, name)
-        if order is not None:
-            return rows[order]
-        if not self._interleaved:
-            return rows
-        if ".self_attn.q_proj." in name:
-            heads = self._config.num_attention_heads
-        elif ".self_attn.k_proj." in name:
-            heads = self._config.num_key_value_heads
-        else:
-            return rows
-        half = self._config.head_dim // 2
-        split = rows.reshape(heads, half, 2, *rows.shape[1:])
-        return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+        return _in_our_order(self._config, self._interleaved, name, rows)
+
+
+def _in_our_order(
+    config: ModelConfig, interleaved: bool, name: str, rows: NDArray[_T]
+) -> NDArray[_T]:
+    order = row_order(config, name)
+    if order is not None:
+        return rows[order]
+    if not interleaved:
+        return rows
+    if ".self_attn.q_proj." in name:
+        heads = config.num_attention_heads
+    elif ".self_attn.k_proj." in name:
+        heads = config.num_key_value_heads
+    else:
+        return rows
+    half = config.head_dim // 2
+    split = rows.reshape(heads, half, 2, *rows.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def stored_rows(
+    config: ModelConfig, interleaved: bool, name: str, rows: NDArray[_T]
+) -> NDArray[_T]:
+    """Put the rows of a tensor of ours in the order that a file has; see the module.
+    ``interleaved``: the architecture's ``gguf_interleaved``."""
+    ordered = np.empty_like(rows)
+    ordered[_in_our_order(config, interleaved, name, np.arange(len(rows)))] = rows
+    return ordered
+
+
+def stored_name(architecture: Architecture, name: str) -> str:
+    """Return the name that files have for a tensor of ours. The matrices of all experts are one
+    tensor. Raises CheckpointError for a tensor that files of the architecture do not have."""
+    match = _OUR_NAME.fullmatch(name)
+    parts = {ours: theirs for theirs, ours in {**_IN_LAYER, **architecture.gguf_names}.items()}
+    if match and (part := parts.get(_EXPERT.sub(".experts.*.", match[2]))):
+        return f"blk.{match[1]}.{part}.{match[3]}"
+    base, _, kind = name.rpartition(".")
+    for theirs, ours in _PLAIN.items():
+        if ours == base:
+            return f"{theirs}.{kind}"
+    raise CheckpointError(f"GGUF files of {architecture.title} have no tensor for {name}")
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:

@@ -29,10 +29,15 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "quantize",
         help="make a model smaller and faster, in four bits a weight",
-        description="Write a GGUF file in few bits a weight from a GGUF file in 16 or 32.",
+        description="Write a GGUF file in few bits a weight from a model in 16 or 32.",
         epilog=_EPILOG,
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file in 16 or 32 bits")
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a GGUF file or a folder of safetensors, in 16 or 32 bits",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write, .gguf"
     )
@@ -59,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output {target} must end in .gguf")
     if not target.parent.is_dir():
         raise ConfigError(f"--output {target}: there is no folder {target.parent}")
-    if target.exists() and any(target.samefile(part) for part in gguf_files(source)):
+    parts = gguf_files(source) if source.is_file() else ()
+    if target.exists() and any(target.samefile(part) for part in parts):
         raise ConfigError(f"--output {target} is the model itself, or a part of it")
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} must be at least 1")

@@ -35,7 +35,7 @@ from paceline.engine.text.special_tokens import (
 from paceline.engine.text.template_process import TemplateProcess
 from paceline.errors import CheckpointError, InvalidRequestError
 
-__all__ = ["HFTokenizer", "load_tokenizer"]
+__all__ = ["HFTokenizer", "folder_templates", "load_tokenizer"]
 
 # special ids of a GGUF, with the names that templates have for their texts
 _GGUF_NAMES: Final = {
@@ -388,7 +388,7 @@ def _from_folder(folder: Path) -> HFTokenizer:
     if type(size) is int:
         # the reader of the config warns of the others
         eos = {token_id for token_id in eos if 0 <= token_id < size}
-    templates = _folder_templates(folder, config)
+    templates = folder_templates(folder, config)
     return HFTokenizer(backend, frozenset(eos), _chat_template(templates, special))
 
 
@@ -397,8 +397,9 @@ def _chat_template(templates: Mapping[str, str], special: Mapping[str, str]) -> 
     return ChatTemplate(templates, special, renderer=TemplateProcess(), callers=TemplateProcess())
 
 
-def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return templates by name; a file of its own wins over one inside JSON."""
+def folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a folder's chat templates by name, given its tokenizer_config.json; a file of its own
+    wins over one inside JSON."""
     templates: dict[str, str] = {}
     listed = config.get("chat_template")
     if isinstance(listed, str):
