@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.quantize.layers import RoundedTensor
 from paceline.quantize.source import Source, StoredTensor
 
-__all__ = ["GGUFOutput", "choose_kinds"]
+__all__ = ["GGUFOutput", "matrices_of", "refuse_few_bits"]
 
 # rows of a matrix that are converted at a time
 _ROWS: Final = 4096
@@ -26,45 +27,48 @@ _ROWS: Final = 4096
 _FILE_TYPES: Final = {
     GGUFType.Q4_1: gguf.LlamaFileType.MOSTLY_Q4_1,
     GGUFType.Q5_1: gguf.LlamaFileType.MOSTLY_Q5_1,
+    GGUFType.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
 }
+# weights of a block of any kind that is written
+_BLOCK: Final = 32
 _QUANTIZATION_VERSION: Final = 2
 _SIXTEEN_BITS: Final = ("F16", "BF16", "F32", "F64")
 
 
-def choose_kinds(checkpoint: Checkpoint, kind: GGUFType) -> dict[str, GGUFType]:
-    """Return the type of each matrix of the layers that is rounded: all whose rows are whole
-    blocks, but routers, whose errors would choose other experts."""
-    return {
-        name: kind
+def matrices_of(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the matrices of the layers that are rounded: all whose rows are whole blocks, but
+    routers, whose errors would choose other experts."""
+    return frozenset(
+        name
         for name in checkpoint.tensor_names()
         if name.endswith("_proj.weight")
         and name.startswith("model.layers.")
-        and checkpoint.tensor_shape(name)[-1] % SIZES[kind][0] == 0
+        and checkpoint.tensor_shape(name)[-1] % _BLOCK == 0
+    )
+
+
+def refuse_few_bits(checkpoint: Checkpoint, names: Collection[str]) -> None:
+    """Raise ConfigError where matrices have less than 16 bits: rounding twice loses more than
+    rounding the original once."""
+    few = {
+        name: kind
+        for name in sorted(names)
+        if (kind := checkpoint.tensor_type(name)) not in _SIXTEEN_BITS
     }
+    if few:
+        name, kind = next(iter(few.items()))
+        raise ConfigError(
+            f"{checkpoint.path}: {len(few)} of {len(names)} matrices are in fewer than 16 bits "
+            f"already, such as {name} in {kind}; start from the model in 16 bits"
+        )
 
 
 class GGUFOutput:
-    """A file to be written from a model in 16 or 32 bits.
-
-    Raises ConfigError where the source has fewer bits: rounding twice loses more than rounding the
-    original once.
-    """
+    """A file to be written from a model, its matrices in ``kinds``."""
 
     def __init__(self, source: Source, kinds: Mapping[str, GGUFType]) -> None:
         self._source, self._kinds = source, kinds
         self._tensors = source.tensors()
-        checkpoint = source.checkpoint
-        few = {
-            name: kind
-            for name in kinds
-            if (kind := checkpoint.tensor_type(name)) not in _SIXTEEN_BITS
-        }
-        if few:
-            name, kind = next(iter(few.items()))
-            raise ConfigError(
-                f"{checkpoint.path}: {len(few)} of {len(kinds)} matrices are in fewer than 16 bits "
-                f"already, such as {name} in {kind}; start from the model in 16 bits"
-            )
 
     def write(self, target: Path, rounded: Callable[[str], RoundedTensor]) -> None:
         """Write the file under its name only once it is whole. ``rounded`` returns a matrix of
@@ -82,8 +86,8 @@ class GGUFOutput:
         writer = gguf.GGUFWriter(path, self._source.architecture)
         for field in self._source.fields():
             writer.add_key_value(field.name, field.value, field.kind, sub_type=field.inner)
-        first = next(iter(self._kinds.values()))
-        writer.add_file_type(_FILE_TYPES[first])
+        most, _ = Counter(self._kinds.values()).most_common(1)[0]
+        writer.add_file_type(_FILE_TYPES[most])
         writer.add_quantization_version(_QUANTIZATION_VERSION)
         for tensor in self._tensors:
             kind = self._kind_of(tensor)

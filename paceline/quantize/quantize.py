@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +32,8 @@ from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 from paceline.quantize.folder import FolderSource
 from paceline.quantize.layers import LayerRounding, RoundedTensor
-from paceline.quantize.output import GGUFOutput, choose_kinds
+from paceline.quantize.mixed import allocate, check_size, group_of, losses, share_of
+from paceline.quantize.output import GGUFOutput, matrices_of, refuse_few_bits
 from paceline.quantize.source import GGUFSource, Source
 
 __all__ = ["Progress", "Quantized", "quantize"]
@@ -40,6 +43,8 @@ _VERSION: Final = 2
 
 # layers done, all layers, error of the stream behind the last one as a share
 Progress = Callable[[int, int, float], None]
+# layers done, all layers
+Measured = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,10 @@ class Quantized:
     kept: tuple[str, ...]
     # layers that an earlier run had done
     resumed: int
+    # numbers of matrices
+    kinds: Mapping[GGUFType, int]
+    # bytes of the layers' matrices over those in Q8_0
+    size: float
 
 
 def quantize(
@@ -61,8 +70,10 @@ def quantize(
     windows: torch.Tensor,
     *,
     kind: GGUFType = GGUFType.Q4_1,
+    size: float | None = None,
     threads: int | None = None,
     progress: Progress = lambda done, layers, lost: None,
+    measured: Measured = lambda done, layers: None,
 ) -> Quantized:
     """Write a GGUF file with the layers' matrices in few bits; see the package.
 
@@ -70,7 +81,10 @@ def quantize(
         source: a GGUF file or a folder of safetensors, in 16 or 32 bits.
         windows: token ids of the calibration text, [pieces, length]; see ``calibration_windows``.
         kind: of the layers' matrices, Q4_1 or Q5_1.
+        size: bytes of the layers' matrices over those in Q8_0 at most, with kinds by what each
+            matrix costs; None: all have ``kind``.
         threads: of the processor; None: as many as there are.
+        measured: is called while costs are measured, with the layers done and all.
 
     Raises:
         ConfigError: the source has fewer bits already, cannot be written as GGUF, or the disk is
@@ -79,16 +93,23 @@ def quantize(
     """
     began = time.monotonic()
     torch.set_num_threads(choose_threads(threads))
+    if size is not None:
+        check_size(size)
     checkpoint = open_checkpoint(source)
-    kinds = choose_kinds(checkpoint, kind)
-    if not kinds:
+    names = matrices_of(checkpoint)
+    if not names:
         raise ConfigError(f"{source}: no matrix has rows of whole blocks, of 32 weights each")
     model = _source_of(checkpoint)
-    output = GGUFOutput(model, kinds)
-    parts = _Parts(target.with_name(f"{target.name}.parts"), _job(model, kind, windows))
+    refuse_few_bits(checkpoint, names)
+    parts = _Parts(target.with_name(f"{target.name}.parts"), _job(model, kind, size, windows))
+    weights = {name: math.prod(checkpoint.tensor_shape(name)) for name in names}
     try:
+        if size is None:
+            kinds = dict.fromkeys(names, kind)
+        else:
+            kinds = parts.kinds(lambda: losses(checkpoint, windows, names, measured), weights, size)
         resumed = _round_layers(checkpoint, windows, kinds, parts, progress)
-        output.write(target, parts.tensor)
+        GGUFOutput(model, kinds).write(target, parts.tensor)
         parts.remove()
     except OSError as error:
         what = f"{error.filename or target} cannot be read or written"
@@ -100,6 +121,8 @@ def quantize(
         bytes_after=target.stat().st_size,
         kept=tuple(name for name in matrices if name not in kinds),
         resumed=resumed,
+        kinds=Counter(kinds.values()),
+        size=share_of(kinds, weights),
     )
 
 
@@ -114,7 +137,7 @@ def _source_of(checkpoint: Checkpoint) -> Source:
 def _round_layers(
     checkpoint: Checkpoint,
     windows: torch.Tensor,
-    kinds: dict[str, GGUFType],
+    kinds: Mapping[str, GGUFType],
     parts: _Parts,
     progress: Progress,
 ) -> int:
@@ -128,13 +151,16 @@ def _round_layers(
     return done
 
 
-def _job(source: Source, kind: GGUFType, windows: torch.Tensor) -> dict[str, Any]:
+def _job(
+    source: Source, kind: GGUFType, size: float | None, windows: torch.Tensor
+) -> dict[str, Any]:
     """Return what the parts of a run depend on."""
     files = [(path.resolve(), path.stat()) for path in source.files()]
     return {
         "version": _VERSION,
         "source": [[str(path), about.st_size, about.st_mtime_ns] for path, about in files],
         "kind": kind.name,
+        "size": size,
         "text": hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
     }
 
@@ -146,10 +172,37 @@ class _Parts:
         self._folder, self._job = folder, job
         # the layer that was read last, and its tensors
         self._read: tuple[str, dict[str, RoundedTensor]] = ("", {})
+        # what groups of matrices cost; none where all have one kind
+        self._costs: dict[str, float] = {}
 
-    def restore(self, rounding: LayerRounding) -> int:
-        """Give ``rounding`` the streams of an earlier run of the same job, and return how many
-        layers are done; remove what is left of another job."""
+    def kinds(
+        self, measure: Callable[[], dict[str, float]], weights: Mapping[str, int], size: float
+    ) -> dict[str, GGUFType]:
+        """Return the kind of each matrix by what groups cost, which an earlier run of the same job
+        may have measured."""
+        costs = self._measured() or measure()
+        self._costs = costs
+        if not self._is_same():
+            self._begin()
+        self._save_costs()
+        groups: Counter[str] = Counter()
+        for name, count in weights.items():
+            groups[group_of(name)] += count
+        chosen = allocate(costs, groups, size)
+        return {name: chosen[group_of(name)] for name in weights}
+
+    def _measured(self) -> dict[str, float]:
+        try:
+            if self._is_same():
+                found: dict[str, float] = json.loads((self._folder / "costs.json").read_text())
+                return found
+        except (OSError, ValueError):
+            # none, or one that was cut off as it was written
+            pass
+        return {}
+
+    def _is_same(self) -> bool:
+        """Whether the folder is of this job. Raises ConfigError where it is of none."""
         job = self._folder / "job.json"
         if self._folder.exists() and not job.exists() and any(self._folder.iterdir()):
             raise ConfigError(
@@ -157,8 +210,26 @@ class _Parts:
                 "name another output"
             )
         try:
-            same = json.loads(job.read_text()) == self._job
-            if same:
+            return bool(json.loads(job.read_text()) == self._job)
+        except (OSError, ValueError):
+            return False
+
+    def _begin(self) -> None:
+        """Make the folder, without what another job left."""
+        self.remove()
+        self._folder.mkdir(parents=True)
+        (self._folder / "job.json").write_text(json.dumps(self._job))
+        self._save_costs()
+
+    def _save_costs(self) -> None:
+        if self._costs:
+            (self._folder / "costs.json").write_text(json.dumps(self._costs))
+
+    def restore(self, rounding: LayerRounding) -> int:
+        """Give ``rounding`` the streams of an earlier run of the same job, and return how many
+        layers are done; remove what is left of another job."""
+        try:
+            if self._is_same():
                 with open(self._folder / "streams.npz", "rb") as file, np.load(file) as streams:
                     exact, rounded = streams["exact"], streams["rounded"]
                     done = int(streams["done"])
@@ -170,9 +241,7 @@ class _Parts:
         except (OSError, ValueError, KeyError, BadZipFile):
             # none, or one that was cut off as it was written
             pass
-        self.remove()
-        self._folder.mkdir(parents=True)
-        job.write_text(json.dumps(self._job))
+        self._begin()
         return 0
 
     def save(self, index: int, found: dict[str, RoundedTensor], rounding: LayerRounding) -> None:

@@ -16,7 +16,7 @@ from paceline.checkpoints.gguf.container import GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.open import open_checkpoint
 from paceline.quantize.layers import LayerRounding
-from paceline.quantize.output import choose_kinds
+from paceline.quantize.output import matrices_of
 from tests.backends.torch.models import VOCAB, save_model
 
 LENGTH = 24
@@ -59,7 +59,7 @@ def test_streams(tmp_path: Path, name: str) -> None:
     save_model(tmp_path, name, **SIZES)
     checkpoint = open_checkpoint(tmp_path)
     windows = torch.from_numpy(np.random.default_rng(3).integers(0, VOCAB, (3, LENGTH)))
-    kinds = choose_kinds(checkpoint, GGUFType.Q5_1)
+    kinds = dict.fromkeys(matrices_of(checkpoint), GGUFType.Q5_1)
     rounding = LayerRounding(checkpoint, windows, kinds)
     found: set[str] = set()
     for index in range(checkpoint.config.num_hidden_layers):

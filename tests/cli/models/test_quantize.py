@@ -66,6 +66,8 @@ def test_progress_and_result(
         (("-o", "q4.bin"), "--output q4.bin must end in .gguf"),
         (("-o", "there/is/none/q4.gguf"), "there is no folder there/is/none"),
         (("-o", "model.gguf"), "model.gguf is the model itself"),
+        (("-o", "q4.gguf", "--size", "0.7"), "--size 0.7 needs --bits mixed"),
+        (("-o", "q4.gguf", "--bits", "mixed", "--size", "0.5"), "--size 0.5 must be from 0.59"),
         (("-o", "q4.gguf", "--threads", "0"), "--threads 0 must be at least 1"),
         (("-o", "q4.gguf", "--calibration", "none.txt"), "calibration text cannot be read"),
     ],
@@ -83,7 +85,26 @@ def test_refused(
     assert not list(model.parent.glob("*.part*"))
 
 
-def test_a_folder_is_refused(
+def test_mixed_bits(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    windows = torch.arange(64).view(2, 32) % VOCAB
+    monkeypatch.setattr(text, "calibration_windows", lambda tokenizer, choice: windows)
+    found: dict[str, list[str]] = {}
+    for size in ((), ("--size", "0.59"), ("--size", "1")):
+        target = model.with_name("mixed.gguf")
+        assert main(["quantize", str(model), "-o", str(target), "--bits", "mixed", *size]) == 0
+        found["".join(size)] = capsys.readouterr().out.splitlines()
+    for lines in found.values():
+        assert lines[:2] == [f"measured what matrices of layer {n} of 2 cost" for n in (1, 2)]
+        assert lines[2].startswith("layer 1 of 2, error ")
+    assert found["--size0.59"][4] == "matrices: 14 Q4_1; 0.59 of their bytes in Q8_0"
+    assert found["--size1"][4] == "matrices: 14 Q8_0; 1.00 of their bytes in Q8_0"
+    assert "Q5_1" in found[""][4]
+    assert 0.6 < float(found[""][4].split("; ")[1].split()[0]) <= 0.7
+
+
+def test_what_is_not_there_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["quantize", str(tmp_path / "none"), "-o", str(tmp_path / "q4.gguf")]) == 2
