@@ -26,6 +26,9 @@ The gate, chosen before any figure was seen:
   likely, any rounding may change which one is first, so this cannot be much nearer to 1.
 * perplexity within 1 %: less than what models a few percent apart in size differ by.
 
+``--chat`` adds the gate on chat of ``benchmarks/common/chat_gate.py``, for the same formats on the
+first of the levels.
+
 Exits with 1 when any of the formats fails. The last line is JSON.
 """
 
@@ -42,6 +45,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.common.chat_gate import KEPT, judged, read_chat
+from benchmarks.common.chat_gate import show as show_chat
+from benchmarks.common.questions import QUESTIONS
 from paceline.backends.loading.formats import Formats, choose_formats
 from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import unavailable_reason, variants
@@ -160,6 +166,9 @@ def main() -> int:
         "--levels", nargs="+", choices=here, default=usual_levels(here), metavar="LEVEL",
         help=f"of the native kernels, of {', '.join(here)} (default: all but the last)",
     )  # fmt: skip
+    parser.add_argument(
+        "--chat", action="store_true", help="also ask 200 questions through the chat template"
+    )
     args = parser.parse_args()
     path = args.model or find_local(MODEL)
     reason = unavailable_reason()
@@ -185,8 +194,15 @@ def main() -> int:
         "predictions": windows.shape[0] * (windows.shape[1] - 1),
         "gate": {"kl": MAX_KL, "top1": MIN_TOP1, "perplexity_ratio": MAX_PERPLEXITY_RATIO},
     }
-    print(json.dumps({"bench": "accuracy", "machine": about, "results": results}))
     passed = all(result["passes"] for part in results.values() for result in part.values())
+    report: dict[str, Any] = {"bench": "accuracy", "machine": about, "results": results}
+    if args.chat:
+        formats = {name: (path, name) for name in args.formats}
+        read = read_chat(path, formats, QUESTIONS, threads, isa=args.levels[0])
+        report["chat_gate"] = {name: judged(answers, KEPT) for name, answers in read.items()}
+        show_chat(report["chat_gate"])
+        passed = passed and all(result["passes"] for result in report["chat_gate"].values())
+    print(json.dumps(report))
     return 0 if passed else 1
 
 

@@ -1,18 +1,22 @@
 """Four bits from 16: what they cost by rounding to the nearest, and by ``paceline quantize``.
 
 Method. A twin of the default model (``twin``) is written in 16 bits and quantized by the command as
-a user runs it, in a process of its own, whose seconds and peak memory are taken. Every format, read
-as it is served (activations and KV cache in int8), is compared with the twin in float32 on three
-texts that have nothing in common:
+a user runs it, in a process of its own, whose seconds and peak memory are taken: in four bits, and
+with ``--bits mixed`` at its default size. Every format, read as it is served (activations and KV
+cache in int8), is compared with the twin in float32 on three texts that have nothing in common:
 
 * ``gate``: the text of ``make bench NAME=accuracy``, the Python reference;
 * ``third``: docstrings of NumPy, by other authors;
-* ``calibration``: the text that the weights were rounded on, for how much it was learned by heart.
+* ``calibration``: the text that the weights were rounded on, for how much it was learned by heart;
+
+and on chat, by the gate of ``benchmarks/common/chat_gate.py``: all questions, and the half that is
+held back. ``published`` there is the default model as it is published, in four bits that are kept.
 
 ``rtn`` is ``--dtype q4`` of the 16-bit file, which rounds each group of weights between its minimum
-and maximum while loading. No setting of the command was chosen by ``gate`` or ``third``.
+and maximum while loading. No setting of the command was chosen by ``gate``, ``third`` or the
+questions.
 
-The last line is JSON. QUICK=1: the gate's text alone.
+The last line is JSON. QUICK=1: the gate's text alone, no chat.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.common.chat_gate import KEPT, ROUNDED, judged, read_chat, show
+from benchmarks.common.questions import QUESTIONS
 from benchmarks.quantize.twin import write_twin
 from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import OWN_BITS
@@ -66,10 +72,10 @@ def third_text(encode: Callable[[str], Sequence[int]]) -> NDArray[np.int64]:
     return np.array(tokens[: WINDOWS * WINDOW], dtype=np.int64).reshape(SHAPE)
 
 
-def quantized(source: Path, target: Path) -> dict[str, float]:
+def quantized(source: Path, target: Path, *options: str) -> dict[str, float]:
     """Run the command, and return its seconds, its peak memory in MB, and the file's size."""
     began = time.monotonic()
-    command = ["quantize", str(source), "-o", str(target)]
+    command = ["quantize", str(source), "-o", str(target), *options]
     subprocess.run([sys.executable, "-m", "paceline.cli.main", *command], check=True)
     return {
         "seconds": round(time.monotonic() - began, 1),
@@ -108,6 +114,17 @@ def as_json(figures: Figures) -> dict[str, float]:
     }
 
 
+def chat(
+    twin: Path, formats: dict[str, tuple[Path, str]], published: Path
+) -> dict[str, dict[str, Any]]:
+    """Return the chat gate's figures by format."""
+    threads = choose_threads(None)
+    read = read_chat(twin, formats, QUESTIONS, threads)
+    kept = read_chat(published, {"published": (published, "q4/int8")}, QUESTIONS, threads)
+    found = {name: judged(answers, ROUNDED) for name, answers in read.items()}
+    return found | {name: judged(answers, KEPT) for name, answers in kept.items()}
+
+
 def main() -> int:
     published = find_local(MODEL)
     if published is None:
@@ -117,9 +134,11 @@ def main() -> int:
         twin = Path(folder) / "twin-f16.gguf"
         write_twin(published, twin)
         formats = {"rtn": (twin, "q4/int8")}
-        target = Path(folder) / "twin-q4.gguf"
-        run = quantized(twin, target)
-        formats["q4"] = (target, f"{OWN_BITS}/int8")
+        runs: dict[str, dict[str, float]] = {}
+        for name, options in (("q4", ()), ("mixed", ("--bits", "mixed"))):
+            target = Path(folder) / f"twin-{name}.gguf"
+            runs[name] = quantized(twin, target, *options)
+            formats[name] = (target, f"{OWN_BITS}/int8")
         encode = load_tokenizer(twin).encode
         texts = {"gate": text_windows(encode, WINDOW)}
         if not QUICK:
@@ -127,12 +146,18 @@ def main() -> int:
             own = calibration_windows(load_tokenizer(twin), CHAT).flatten().numpy()
             texts["calibration"] = own[: WINDOWS * WINDOW].reshape(SHAPE)
         twins = distances(twin, formats, texts)
-    print(f"\n{'':8}{'text':14}{'KL':>9}{'perplexity':>12}{'top-1':>9}")
-    for name, by_text in twins.items():
-        for text, row in by_text.items():
-            print(f"{name:8}{text:14}{row['kl']:>9.4f}{row['ppl'] - 1:>+12.1%}{row['top1']:>9.1%}")
-    print(f"{run['seconds']} s, at most {run['peak_mb']} MB of memory, {run['file_mb']} MB of file")
-    results = {"twin": twins, **run}
+        print(f"\n{'':8}{'text':14}{'KL':>9}{'perplexity':>12}{'top-1':>9}")
+        for name, by_text in twins.items():
+            for text, row in by_text.items():
+                print(f"{name:8}{text:14}{row['kl']:>9.4f}{row['ppl'] - 1:>+12.1%}"
+                      f"{row['top1']:>9.1%}")  # fmt: skip
+        for name, run in runs.items():
+            print(f"{name}: {run['seconds']} s, at most {run['peak_mb']} MB of memory, "
+                  f"{run['file_mb']} MB of file")  # fmt: skip
+        results: dict[str, Any] = {"twin": twins, **runs["q4"], "mixed_run": runs["mixed"]}
+        if not QUICK:
+            results["chat_gate"] = chat(twin, formats, published)
+            show(results["chat_gate"])
     print(json.dumps({"bench": "quantize", "machine": machine(), "results": results}))
     return 0
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.common.chat_gate import Answered
 from benchmarks.kernels import accuracy
 from benchmarks.kernels.accuracy import automatic_format
 from paceline.backends.native import unavailable_reason
@@ -153,11 +154,17 @@ def test_a_level_that_is_yet_to_be_judged_can_be(
     assert automatic_format(tmp_path) == ""
 
 
-@pytest.mark.parametrize("worst", [MAX_KL, MAX_KL * 1.1])
+@pytest.mark.parametrize(
+    ("worst", "chat"), [(MAX_KL, None), (MAX_KL * 1.1, None), (0.0, 0.019), (0.0, 0.021)]
+)
 def test_one_format_that_fails_fails_the_command(
-    worst: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    worst: float,
+    chat: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """q4/int8 alone, on one of two levels, and only as prompts are read."""
+    """q4/int8 alone, on one of two levels, and only as prompts are read; or the KL on chat of
+    all."""
     built: list[str] = []
 
     class Model(SimpleNamespace):
@@ -189,8 +196,18 @@ def test_one_format_that_fails_fails_the_command(
     monkeypatch.setattr(accuracy, "compare", figures)
     monkeypatch.setattr(accuracy, "build", build)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr("sys.argv", ["accuracy"])
-    assert accuracy.main() == (worst > MAX_KL)
+
+    def read_chat(
+        path: Path, formats: dict[str, tuple[Path, str]], *rest: object, isa: str
+    ) -> dict[str, list[Answered]]:
+        assert isa == "new" and set(formats) == set(accuracy.FORMATS)
+        assert chat is not None
+        answer = Answered("q", chat * 16, 16, 16, False, False, False)
+        return {name: [answer] for name in formats}
+
+    monkeypatch.setattr(accuracy, "read_chat", read_chat)
+    monkeypatch.setattr("sys.argv", ["accuracy", *(["--chat"] if chat else [])])
+    assert accuracy.main() == (worst > MAX_KL or (chat or 0) > 0.02)
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["machine"]["predictions"] == WINDOWS * (WINDOW - 1) >= 4000
     # the portable level takes hours
