@@ -180,7 +180,8 @@ def _load(
 
 
 def _describe_weights(plan: LoadPlan) -> str:
-    """Return, for the ready line, how the matrices of a file of few bits are kept."""
+    """Return, for the ready line, how the matrices of a file of few bits are kept, and what few
+    bits of a file that has more cost."""
     formats, checkpoint = plan.formats, plan.checkpoint
     kinds = Kinds()
     if formats.compute == "native":
@@ -189,7 +190,17 @@ def _describe_weights(plan: LoadPlan) -> str:
     if folder:
         in_bits = "as blocks of Q4_1" if kinds.numbers else f"decoded to {formats.dtype}"
         folder = f"{folder} {in_bits}"
-    return "; ".join(filter(None, (folder, kinds.note)))
+    rounded = ""
+    stored = checkpoint.config.stored_dtype
+    if formats.dtype == "q4" and stored in ("float16", "bfloat16", "float32"):
+        path = checkpoint.path
+        rounded = (
+            f"q4 rounds each weight of a file in {stored} by itself, and "
+            "answers differ far more than the accuracy gate allows (KL of 0.3 nats a token on a "
+            f"model of 135M): paceline quantize {path} -o {path.stem}-q4.gguf makes 4 bits that "
+            "lose a fraction of that (docs/understand/accuracy.md)"
+        )
+    return "; ".join(filter(None, (folder, kinds.note, rounded)))
 
 
 def _describe(
