@@ -22,6 +22,9 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.common.setup import Places, make_venv, run_step
 from benchmarks.peers.jobs import Done, Job, serve
@@ -32,7 +35,7 @@ __all__ = ["LlamaCpp", "cpu_flags"]
 _VERSION: Final = "0.3.36"
 # packages that the binding imports
 _PACKAGES: Final = ("numpy", "typing-extensions", "diskcache", "jinja2")
-_TARGETS: Final = ("llama", "llama-quantize", "llama-server")
+_TARGETS: Final = ("llama", "llama-quantize", "llama-imatrix", "llama-server")
 # CMake option by the name in /proc/cpuinfo
 _CPU_OPTIONS: Final = {
     "avx": "GGML_AVX",
@@ -171,6 +174,40 @@ class LlamaCpp:
             (str(python), "-m", __name__, str(self._source), *arguments),
             (("LLAMA_CPP_LIB_PATH", str(self._binaries)),),
         )
+
+    def logits(self, model: Path, windows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the logits of every token of some texts, [texts * length, vocab], given token ids
+        [texts, length]; the array is backed by a file of this peer's folder. Raises Unavailable."""
+        texts, found = self._folder / "windows.npy", self._folder / "logits.npy"
+        np.save(texts, windows)
+        arguments = (self._source, model, len(self._places.cpus), texts, found)
+        python = self._folder / "venv" / "bin" / "python"
+        run_step(
+            [python, "-m", "benchmarks.peers.llama_cpp_logits", *map(str, arguments)],
+            log=self._folder / "setup.log",
+            env={"LLAMA_CPP_LIB_PATH": str(self._binaries)},
+        )
+        logits: NDArray[np.float32] = np.load(found, mmap_mode="r")
+        return logits
+
+    def round_with_importance(self, model: Path, kind: str, text: str, target: Path) -> None:
+        """Write ``model`` in a kind by llama.cpp's own tools: an importance matrix of ``text``, all
+        matrices of the layers in the kind, and the embedding and head in Q8_0. Raises
+        Unavailable."""
+        log, matrix = self._folder / "setup.log", self._folder / "importance.gguf"
+        words = self._folder / "importance.txt"
+        words.write_text(text, encoding="utf-8")
+        threads = str(len(self._places.cpus))
+        run_step(
+            [self._binaries / "llama-imatrix", "-m", model, "-f", words, "-o", matrix,
+             "-t", threads, "-c", "512", "--no-ppl"],
+            log=log,
+        )  # fmt: skip
+        run_step(
+            [self.quantiser, "--pure", "--imatrix", matrix, "--token-embedding-type", "q8_0",
+             "--output-tensor-type", "q8_0", model, target, kind, threads],
+            log=log,
+        )  # fmt: skip
 
     def server(self, port: int) -> Command:
         threads = str(len(self._places.cpus))

@@ -12,6 +12,11 @@ cache in int8), is compared with the twin in float32 on three texts that have no
 and on chat, by the gate of ``benchmarks/common/chat_gate.py``: all questions, and the half that is
 held back. ``published`` there is the default model as it is published, in four bits that are kept.
 
+llama.cpp, built from the source that benchmarks/peers takes, reads the file of four bits: its
+logits are compared with float32 of the same file. ``llama.cpp`` among the formats is what its own
+tools make of the twin: Q4_1 with an importance matrix of the calibration text, as many bytes, and
+served here like the others. The file's speed is compared with the published one's, in turns.
+
 ``rtn`` is ``--dtype q4`` of the 16-bit file, which rounds each group of weights between its minimum
 and maximum while loading. No setting of the command was chosen by ``gate``, ``third`` or the
 questions.
@@ -38,6 +43,9 @@ from numpy.typing import NDArray
 
 from benchmarks.common.chat_gate import KEPT, ROUNDED, judged, read_chat, show
 from benchmarks.common.questions import QUESTIONS
+from benchmarks.common.unmeasured import Unmeasured
+from benchmarks.quantize.peer import llama_cpp, read_by_peer
+from benchmarks.quantize.speed import speed_ratio
 from benchmarks.quantize.twin import write_twin
 from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import OWN_BITS
@@ -130,36 +138,66 @@ def main() -> int:
     if published is None:
         print(f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory() as folder:
-        twin = Path(folder) / "twin-f16.gguf"
+    unmeasured, threads = Unmeasured(), choose_threads(None)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        twin = folder / "twin-f16.gguf"
         write_twin(published, twin)
+        tokenizer = load_tokenizer(twin)
+        texts = {"gate": text_windows(tokenizer.encode, WINDOW)}
+        if not QUICK:
+            texts["third"] = third_text(tokenizer.encode)
+            own = calibration_windows(tokenizer, CHAT).flatten().numpy()
+            texts["calibration"] = own[: WINDOWS * WINDOW].reshape(SHAPE)
         formats = {"rtn": (twin, "q4/int8")}
         runs: dict[str, dict[str, float]] = {}
         for name, options in (("q4", ()), ("mixed", ("--bits", "mixed"))):
-            target = Path(folder) / f"twin-{name}.gguf"
+            target = folder / f"twin-{name}.gguf"
             runs[name] = quantized(twin, target, *options)
             formats[name] = (target, f"{OWN_BITS}/int8")
-        encode = load_tokenizer(twin).encode
-        texts = {"gate": text_windows(encode, WINDOW)}
+        results: dict[str, Any] = {**runs["q4"], "mixed_run": runs["mixed"]}
         if not QUICK:
-            texts["third"] = third_text(encode)
-            own = calibration_windows(load_tokenizer(twin), CHAT).flatten().numpy()
-            texts["calibration"] = own[: WINDOWS * WINDOW].reshape(SHAPE)
-        twins = distances(twin, formats, texts)
-        print(f"\n{'':8}{'text':14}{'KL':>9}{'perplexity':>12}{'top-1':>9}")
-        for name, by_text in twins.items():
-            for text, row in by_text.items():
-                print(f"{name:8}{text:14}{row['kl']:>9.4f}{row['ppl'] - 1:>+12.1%}"
-                      f"{row['top1']:>9.1%}")  # fmt: skip
-        for name, run in runs.items():
-            print(f"{name}: {run['seconds']} s, at most {run['peak_mb']} MB of memory, "
+            with unmeasured.part("llama.cpp"):
+                peer = llama_cpp(twin)
+                for key, path in (("peer_kl", formats["q4"][0]), ("peer_kl_published", published)):
+                    results[key] = round(read_by_peer(peer, path, texts["gate"], threads).kl, 5)
+                target = folder / "twin-peer.gguf"
+                peer.round_with_importance(twin, "Q4_1", tokenizer.decode(own.tolist()), target)
+                results["peer_file_mb"] = round(target.stat().st_size / 1e6, 1)
+                formats["llama.cpp"] = (target, f"{OWN_BITS}/int8")
+            ratio = speed_ratio(formats["q4"][0], published, "q4/int8", texts["gate"], threads)
+            results["speed_ratio_to_q4_1"] = [round(value, 4) for value in ratio]
+        results["twin"] = distances(twin, formats, texts)
+        show_texts(results["twin"])
+        for key, run in runs.items():
+            print(f"{key}: {run['seconds']} s, at most {run['peak_mb']} MB of memory, "
                   f"{run['file_mb']} MB of file")  # fmt: skip
-        results: dict[str, Any] = {"twin": twins, **runs["q4"], "mixed_run": runs["mixed"]}
         if not QUICK:
+            show_peer(results)
             results["chat_gate"] = chat(twin, formats, published)
             show(results["chat_gate"])
-    print(json.dumps({"bench": "quantize", "machine": machine(), "results": results}))
-    return 0
+    report = {"bench": "quantize", "machine": machine(), "results": results}
+    print(json.dumps(report | {"unmeasured": unmeasured.reasons}))
+    return unmeasured.exit_code
+
+
+def show_texts(twins: dict[str, dict[str, Any]]) -> None:
+    print(f"\n{'':12}{'text':14}{'KL':>9}{'perplexity':>12}{'top-1':>9}")
+    for name, by_text in twins.items():
+        for text, row in by_text.items():
+            print(f"{name:12}{text:14}{row['kl']:>9.4f}{row['ppl'] - 1:>+12.1%}{row['top1']:>9.1%}")
+
+
+def show_peer(results: dict[str, Any]) -> None:
+    middle, low, high = results["speed_ratio_to_q4_1"]
+    print(f"speed over the published Q4_1 file: {middle:.3f} ({low:.3f} to {high:.3f})")
+    if "peer_kl" in results:
+        print(
+            f"llama.cpp next to float32 of the same file: KL {results['peer_kl']:.4f}, of the "
+            f"published one {results['peer_kl_published']:.4f}"
+        )
+    if "peer_file_mb" in results:
+        print(f"its own tools' file: {results['peer_file_mb']} MB")
 
 
 if __name__ == "__main__":

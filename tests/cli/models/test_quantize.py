@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,13 @@ from paceline.cli.main import main
 from paceline.quantize import check as checking
 from paceline.quantize import text
 from tests.checkpoints.builders import VOCAB, llama_tensors, write_gguf
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the command sets it for its process
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
 
 
 @pytest.fixture
@@ -54,6 +62,7 @@ def test_progress_and_result(
         "90.0%, perplexity +3.4%"
     )
     assert chosen == ["own.txt"]
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     assert open_checkpoint(target).config.num_hidden_layers == 2
     assert main(command) == 0
     assert "KL" not in capsys.readouterr().out
