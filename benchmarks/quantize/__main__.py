@@ -21,7 +21,8 @@ served here like the others. The file's speed is compared with the published one
 and maximum while loading. No setting of the command was chosen by ``gate``, ``third`` or the
 questions.
 
-The last line is JSON. QUICK=1: the gate's text alone, no chat.
+The last line is JSON. PARTS=texts,peer,chat chooses; QUICK=1: the gate's text alone. FOLDER=PATH
+keeps the files there, and does not make those again that an earlier run left.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,6 +69,8 @@ from paceline.quantize.text import CHAT, calibration_windows
 
 MODEL: Final = "smollm2-135m"
 QUICK: Final = bool(os.environ.get("QUICK"))
+ALL_PARTS: Final = ("texts", "peer", "chat")
+PARTS: Final = (os.environ.get("PARTS") or ("texts" if QUICK else ",".join(ALL_PARTS))).split(",")
 SHAPE: Final = (WINDOWS, WINDOW)
 
 
@@ -81,16 +85,23 @@ def third_text(encode: Callable[[str], Sequence[int]]) -> NDArray[np.int64]:
 
 
 def quantized(source: Path, target: Path, *options: str) -> dict[str, float]:
-    """Run the command, and return its seconds, its peak memory in MB, and the file's size."""
+    """Run the command, and return its seconds, its peak memory in MB, and the file's size; those of
+    an earlier run where the file is there."""
+    noted = target.with_suffix(".json")
+    if target.exists() and noted.exists():
+        found: dict[str, float] = json.loads(noted.read_text())
+        return found
     began = time.monotonic()
     command = ["quantize", str(source), "-o", str(target), *options]
     subprocess.run([sys.executable, "-m", "paceline.cli.main", *command], check=True)
-    return {
+    run = {
         "seconds": round(time.monotonic() - began, 1),
         # of all children so far, so the largest of them
         "peak_mb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024),
         "file_mb": round(target.stat().st_size / 1e6, 1),
     }
+    noted.write_text(json.dumps(run))
+    return run
 
 
 def distances(
@@ -138,47 +149,57 @@ def main() -> int:
     if published is None:
         print(f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
         return 1
-    unmeasured, threads = Unmeasured(), choose_threads(None)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        twin = folder / "twin-f16.gguf"
-        write_twin(published, twin)
-        tokenizer = load_tokenizer(twin)
-        texts = {"gate": text_windows(tokenizer.encode, WINDOW)}
-        if not QUICK:
-            texts["third"] = third_text(tokenizer.encode)
-            own = calibration_windows(tokenizer, CHAT).flatten().numpy()
-            texts["calibration"] = own[: WINDOWS * WINDOW].reshape(SHAPE)
-        formats = {"rtn": (twin, "q4/int8")}
-        runs: dict[str, dict[str, float]] = {}
-        for name, options in (("q4", ()), ("mixed", ("--bits", "mixed"))):
-            target = folder / f"twin-{name}.gguf"
-            runs[name] = quantized(twin, target, *options)
-            formats[name] = (target, f"{OWN_BITS}/int8")
-        results: dict[str, Any] = {**runs["q4"], "mixed_run": runs["mixed"]}
-        if not QUICK:
-            with unmeasured.part("llama.cpp"):
-                peer = llama_cpp(twin)
-                for key, path in (("peer_kl", formats["q4"][0]), ("peer_kl_published", published)):
-                    results[key] = round(read_by_peer(peer, path, texts["gate"], threads).kl, 5)
-                target = folder / "twin-peer.gguf"
-                peer.round_with_importance(twin, "Q4_1", tokenizer.decode(own.tolist()), target)
-                results["peer_file_mb"] = round(target.stat().st_size / 1e6, 1)
-                formats["llama.cpp"] = (target, f"{OWN_BITS}/int8")
-            ratio = speed_ratio(formats["q4"][0], published, "q4/int8", texts["gate"], threads)
-            results["speed_ratio_to_q4_1"] = [round(value, 4) for value in ratio]
-        results["twin"] = distances(twin, formats, texts)
-        show_texts(results["twin"])
-        for key, run in runs.items():
-            print(f"{key}: {run['seconds']} s, at most {run['peak_mb']} MB of memory, "
-                  f"{run['file_mb']} MB of file")  # fmt: skip
-        if not QUICK:
-            show_peer(results)
-            results["chat_gate"] = chat(twin, formats, published)
-            show(results["chat_gate"])
+    if unknown := set(PARTS) - set(ALL_PARTS):
+        print(f"PARTS has {', '.join(unknown)}, must be of {', '.join(ALL_PARTS)}", file=sys.stderr)
+        return 2
+    unmeasured = Unmeasured()
+    with ExitStack() as stack:
+        name = os.environ.get("FOLDER") or stack.enter_context(tempfile.TemporaryDirectory())
+        results = measured(published, Path(name), unmeasured)
     report = {"bench": "quantize", "machine": machine(), "results": results}
     print(json.dumps(report | {"unmeasured": unmeasured.reasons}))
     return unmeasured.exit_code
+
+
+def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str, Any]:
+    """Return the results; files are made in ``folder``, or read where an earlier run left them."""
+    threads, twin = choose_threads(None), folder / "twin-f16.gguf"
+    if not twin.exists():
+        write_twin(published, twin)
+    tokenizer = load_tokenizer(twin)
+    own = calibration_windows(tokenizer, CHAT).flatten().numpy()
+    texts = {"gate": text_windows(tokenizer.encode, WINDOW)}
+    if not QUICK:
+        texts["third"] = third_text(tokenizer.encode)
+        texts["calibration"] = own[: WINDOWS * WINDOW].reshape(SHAPE)
+    formats = {"rtn": (twin, "q4/int8")}
+    results: dict[str, Any] = {}
+    for name, options in (("q4", ()), ("mixed", ("--bits", "mixed"))):
+        target = folder / f"twin-{name}.gguf"
+        run = quantized(twin, target, *options)
+        results |= run if name == "q4" else {f"{name}_run": run}
+        formats[name] = (target, f"{OWN_BITS}/int8")
+        print(f"{name}: {run['seconds']} s, at most {run['peak_mb']} MB of memory, "
+              f"{run['file_mb']} MB of file", flush=True)  # fmt: skip
+    if "peer" in PARTS:
+        with unmeasured.part("llama.cpp"):
+            peer = llama_cpp(twin)
+            for key, path in (("peer_kl", formats["q4"][0]), ("peer_kl_published", published)):
+                results[key] = round(read_by_peer(peer, path, texts["gate"], threads).kl, 5)
+            target = folder / "twin-peer.gguf"
+            peer.round_with_importance(twin, "Q4_1", tokenizer.decode(own.tolist()), target)
+            results["peer_file_mb"] = round(target.stat().st_size / 1e6, 1)
+            formats["llama.cpp"] = (target, f"{OWN_BITS}/int8")
+        ratio = speed_ratio(formats["q4"][0], published, "q4/int8", texts["gate"], threads)
+        results["speed_ratio_to_q4_1"] = [round(value, 4) for value in ratio]
+        show_peer(results)
+    if "texts" in PARTS:
+        results["twin"] = distances(twin, formats, texts)
+        show_texts(results["twin"])
+    if "chat" in PARTS:
+        results["chat_gate"] = chat(twin, formats, published)
+        show(results["chat_gate"])
+    return results
 
 
 def show_texts(twins: dict[str, dict[str, Any]]) -> None:
