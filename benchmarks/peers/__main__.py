@@ -15,7 +15,9 @@ precisions. Paceline's are those that pass the gate of ``kernels.accuracy`` (whi
 alone, ``paceline-default`` the formats that ``paceline serve`` takes without flags. In the
 ``prefix-`` row ``paceline-no-cache`` is Paceline without prefix caching. An engine that took more
 than a minute for a row does not run it again in later rounds; one that took less than two seconds
-in all of them runs it up to five times.
+in all of them runs it up to five times. The headline is ours over the fastest format of a peer that
+passes the gate, by that peer's own logits (``quality``); next to it stands the ratio over its
+fastest of all. A format whose engine tells no logits counts as one that passes.
 
 Online. Each HTTP server, ours by its defaults and in bfloat16, gets the same Poisson streams of
 requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones of the same
@@ -64,6 +66,7 @@ from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
 from benchmarks.peers.openvino_genai import OpenVino
 from benchmarks.peers.ours import Paceline
+from benchmarks.peers.quality import failing, headline, headline_table, qualities
 from benchmarks.peers.report import OURS, equal_table, format_table, offline_table, online_table
 from benchmarks.peers.rows import ROWS, Row, parse_row
 from benchmarks.peers.transformers_generate import Transformers
@@ -344,9 +347,8 @@ def main() -> int:
     peers: list[Peer] = [ours, Paceline(places, DEFAULT, AUTO), *rivals]
     if PLAIN in passing and ours.variants != (PLAIN,):
         peers.insert(1, Paceline(places, BFLOAT16, (PLAIN,), served=PLAIN))
-    failing = tuple(name for name in formats if name not in passing)
-    if failing:
-        peers.insert(1, Paceline(places, FAILING, failing[: plan.variants]))
+    if failed := tuple(name for name in formats if name not in passing):
+        peers.insert(1, Paceline(places, FAILING, failed[: plan.variants]))
     ready, absent = set_up([peer for peer in peers if peer.name in wanted])
     if os.environ.get("PEERS"):
         # wanted, but no format of it has passed the gate
@@ -356,6 +358,9 @@ def main() -> int:
     if any(row.shared for row in rows) and ours in ready:
         offline_peers.append(Paceline(places, NO_CACHE, ours.variants[:1], prefix_caching=False))
 
+    quality: dict[str, dict[str, Any]] = {}
+    if rows:
+        quality = qualities(ready, model, accuracy, len(cpus))
     offline, seen = run_offline(plan, rows, offline_peers, places, vocab_size)
     if offline:
         # other load before the rows would make the fractions of rows too high
@@ -384,6 +389,8 @@ def main() -> int:
         "ceilings": {**ceilings.as_json(), "fraction": fractions},
         "idle_cores": {**seen["idle"], **served["idle"]},
         "accuracy": accuracy,
+        "quality": quality,
+        "headline": headline(seen["seconds"], failing(quality)),
         "about": seen["about"],
         "served": served["formats"],
         "seconds": seen["seconds"],
@@ -396,6 +403,7 @@ def main() -> int:
     )
     if offline:
         print(offline_table(offline, names, precisions), "\n")
+        print(headline_table(results["headline"], quality), "\n")
         print(format_table(seen["seconds"], precisions), "\n")
         if equal := equal_table(seen["seconds"], precisions):
             print(equal, "\n")

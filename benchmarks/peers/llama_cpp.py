@@ -190,6 +190,10 @@ class LlamaCpp:
         logits: NDArray[np.float32] = np.load(found, mmap_mode="r")
         return logits
 
+    def variant_logits(self, variant: str, windows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the logits of a variant's file; see ``quality.GivesLogits``."""
+        return self.logits(self._quantised(variant.partition("@")[0]), windows)
+
     def round_with_importance(self, model: Path, kind: str, text: str, target: Path) -> None:
         """Write ``model`` in a kind by llama.cpp's own tools: an importance matrix of ``text``, all
         matrices of the layers in the kind, and the embedding and head in Q8_0. Raises

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.peers.rows import parse_row
 
-__all__ = ["OURS", "equal_table", "format_table", "offline_table", "online_table"]
+__all__ = ["OURS", "equal_table", "format_table", "offline_table", "online_table", "rate_of"]
 
 OURS = "paceline"
 
@@ -56,7 +56,8 @@ def offline_table(
     return "\n".join(lines)
 
 
-def _rate(row: str, seconds: Sequence[float]) -> float:
+def rate_of(row: str, seconds: Sequence[float]) -> float:
+    """Return output tokens a second, or all tokens where a request has one of output."""
     parsed = parse_row(row)
     tokens = parsed.total_tokens if parsed.output == 1 else parsed.count * parsed.output
     return tokens / statistics.median(seconds)
@@ -74,7 +75,7 @@ def format_table(
     lines = [head + "".join(f"{row:>{width}}" for row in seconds)]
     for label in labels:
         cells = [
-            f"{_rate(row, of_row[label]):.0f}" if label in of_row else "-"
+            f"{rate_of(row, of_row[label]):.0f}" if label in of_row else "-"
             for row, of_row in seconds.items()
         ]
         told = f"{label:{first}}{precisions.get(label, ''):{second}}"
@@ -95,7 +96,7 @@ def equal_table(
         for label in alike:
             if label in of_row:
                 name = OURS if label.startswith(OURS) else label.split()[0]
-                best[name] = max(best.get(name, 0.0), _rate(row, of_row[label]))
+                best[name] = max(best.get(name, 0.0), rate_of(row, of_row[label]))
         ours = best.pop(OURS, None)
         if ours is not None and best:
             cells = ", ".join(f"{ours / rate:.2f}x {name}" for name, rate in best.items())

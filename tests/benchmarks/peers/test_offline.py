@@ -4,13 +4,21 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.peers.__main__ import number
 from benchmarks.peers.offline import Contender, Measured, Team, by_variant, run_rows, summary
+from benchmarks.peers.quality import failing, headline, headline_table, qualities
 from benchmarks.peers.report import equal_table, format_table, offline_table
 from benchmarks.peers.rows import ROWS, make_job, parse_row
+from paceline.backends.native import unavailable_reason
+from paceline.quantize import check
+from paceline.quantize.check import REFERENCE, build, forward_of
+from tests.quantize.test_folder import folder_of
 
 VOCAB = 1000
 
@@ -214,6 +222,65 @@ def test_the_table_compares_with_the_best_other_engine() -> None:
     (_, equal) = equal_table(seconds, precisions).splitlines()
     assert equal.split() == ["4x10x10", "40", "8.00x", "slow"]
     assert equal_table(seconds, {"paceline q4": "q4/int8"}) == ""
+
+
+def test_the_headline_is_over_what_passes_the_gate() -> None:
+    seconds = {
+        "4x10x10": {"paceline q4/int8": [2.0], "paceline-bf16 bfloat16/bfloat16": [1.0],
+                    "fast Q4_0": [1.0], "fast Q8_0": [4.0], "slow x": [8.0]},
+        "1x9x1": {"paceline q4/int8": [0.1], "fast Q4_0": [0.2]},
+        "2x9x1": {"fast Q4_0": [0.2]},
+    }  # fmt: skip
+    quality = {
+        "paceline q4/int8": {"kl": 0.004, "top1": 0.96, "passes": True},
+        "fast Q4_0": {"kl": 0.25, "top1": 0.74, "passes": False},
+        "fast Q8_0": {"kl": 0.003, "top1": 0.97, "passes": True},
+    }
+    found = headline(seconds, failing(quality))
+    assert found == {
+        "4x10x10": {"equal": {"ratio": 2.0, "against": "fast Q8_0"},
+                    "all": {"ratio": 0.5, "against": "fast Q4_0"}},
+        "1x9x1": {"all": {"ratio": 2.0, "against": "fast Q4_0"}},
+    }  # fmt: skip
+    # what was not measured counts as passing
+    del seconds["4x10x10"]["fast Q8_0"]
+    assert headline(seconds, failing(quality))["4x10x10"]["equal"]["against"] == "slow x"
+    _, first, second = headline_table(found, quality).splitlines()
+    assert "2.00x fast Q8_0 (KL 0.0030, top-1 97.0%)" in first
+    assert first.endswith("0.50x fast Q4_0 (KL 0.2500, top-1 74.0%)")
+    assert second.split()[:2] == ["1x9x1", "-"]
+
+
+class Telling(FakePeer):
+    """A peer that tells logits of one variant: ours in float32."""
+
+    def __init__(self, model: Path, logs: Path) -> None:
+        super().__init__("tells", logs, ("one", "other"))
+        self._model = model
+
+    def variant_logits(self, variant: str, windows: NDArray[np.int64]) -> NDArray[np.float32]:
+        if variant == "other":
+            raise Unavailable("it does not load")
+        shape = (windows.shape[0], windows.shape[1])
+        exact = build(self._model, REFERENCE, 1, shape)
+        logits = forward_of(exact, shape)(windows, 0).copy()
+        exact.close()
+        return logits
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="native kernels are lacking")
+def test_peers_that_tell_their_logits_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, threads = folder_of(tmp_path / "model"), torch.get_num_threads()
+    monkeypatch.setattr(check, "WINDOWS", 4)
+    ours = {"q4/int8": {"prompts": {"kl": 0.004, "top1": 0.96}, "passes": True}}
+    silent = FakePeer("silent", tmp_path)
+    found = qualities([silent, Telling(folder, tmp_path)], folder, ours, 1)
+    torch.set_num_threads(threads)
+    assert set(found) == {"paceline q4/int8", "tells one"}
+    assert found["tells one"] == {"kl": 0.0, "top1": 1.0, "passes": True}
+    assert qualities([silent], folder, ours, 1) == {"paceline q4/int8": found["paceline q4/int8"]}
 
 
 def test_numbers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
