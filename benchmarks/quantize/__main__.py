@@ -85,19 +85,24 @@ def third_text(encode: Callable[[str], Sequence[int]]) -> NDArray[np.int64]:
 
 
 def quantized(source: Path, target: Path, *options: str) -> dict[str, float]:
-    """Run the command, and return its seconds, its peak memory in MB, and the file's size; those of
-    an earlier run where the file is there."""
+    """Run the command, and return its seconds and those of its processors, its peak memory in MB,
+    and the file's size; those of an earlier run where the file is there."""
     noted = target.with_suffix(".json")
     if target.exists() and noted.exists():
         found: dict[str, float] = json.loads(noted.read_text())
         return found
-    began = time.monotonic()
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = ["quantize", str(source), "-o", str(target), *options]
     subprocess.run([sys.executable, "-m", "paceline.cli.main", *command], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = {
         "seconds": round(time.monotonic() - began, 1),
+        # which other load on the machine changes less
+        "cpu_seconds": round(
+            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1
+        ),
         # of all children so far, so the largest of them
-        "peak_mb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024),
+        "peak_mb": round(after.ru_maxrss / 1024),
         "file_mb": round(target.stat().st_size / 1e6, 1),
     }
     noted.write_text(json.dumps(run))
@@ -179,8 +184,11 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
         run = quantized(twin, target, *options)
         results |= run if name == "q4" else {f"{name}_run": run}
         formats[name] = (target, f"{OWN_BITS}/int8")
-        print(f"{name}: {run['seconds']} s, at most {run['peak_mb']} MB of memory, "
-              f"{run['file_mb']} MB of file", flush=True)  # fmt: skip
+        print(
+            f"{name}: {run['seconds']} s, {run['cpu_seconds']} s of processors, at most "
+            f"{run['peak_mb']} MB of memory, {run['file_mb']} MB of file",
+            flush=True,
+        )
     if "peer" in PARTS:
         with unmeasured.part("llama.cpp"):
             peer = llama_cpp(twin)
