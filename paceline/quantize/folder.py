@@ -81,7 +81,12 @@ class FolderSource:
         self._check_config()
 
     def files(self) -> Sequence[Path]:
-        return sorted(path for path in self.checkpoint.path.iterdir() if path.is_file())
+        # what is written may lie in the folder, too
+        return sorted(
+            path
+            for path in self.checkpoint.path.iterdir()
+            if path.suffix in (".jinja", ".json", ".safetensors") and path.is_file()
+        )
 
     def fields(self) -> Iterator[Field]:
         yield Field("general.type", "model", GGUFValueType.STRING)

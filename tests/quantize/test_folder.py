@@ -161,6 +161,11 @@ def test_a_folder_is_quantized_as_its_file(tmp_path: Path) -> None:
     windows = torch.from_numpy(np.random.default_rng(5).integers(0, 400, (3, 24)))
     done = quantize(folder, tmp_path / "q4.gguf", windows)
     assert done.bytes_after < done.bytes_before
+    # a result inside the folder is no part of the model
+    again = quantize(folder, folder / "q4.gguf", windows)
+    assert again.bytes_before == done.bytes_before
+    assert (folder / "q4.gguf").read_bytes() == (tmp_path / "q4.gguf").read_bytes()
+    assert quantize(folder, folder / "q4.gguf", windows).bytes_before == done.bytes_before
     exact = tmp_path / "exact.gguf"
     source = FolderSource(open_folder(folder))
     writer = gguf.GGUFWriter(exact, source.architecture)
