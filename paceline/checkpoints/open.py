@@ -6,18 +6,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from paceline.checkpoints.gguf.adapter import open_gguf_adapter
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from paceline.checkpoints.gguf.encoder import open_gguf_encoder
 from paceline.checkpoints.gguf.shards import read_gguf_parts
+from paceline.checkpoints.heads.peft import open_peft
 from paceline.checkpoints.heads.pooling import PoolingFiles, pooling_of_folder, pooling_of_gguf
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint, open_folder
 from paceline.checkpoints.hf.encoder import ENCODERS, open_hf_encoder
 from paceline.checkpoints.hf.folder import read_folder
+from paceline.checkpoints.model.adapter import AdapterFile
 from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.model.encoder import EncoderFiles
 from paceline.errors import CheckpointError
 
-__all__ = ["FORMATS", "FileFormat", "OpenedEncoder", "OpenedModel", "open_checkpoint", "open_model"]
+__all__ = [
+    "FORMATS",
+    "FileFormat",
+    "OpenedEncoder",
+    "OpenedModel",
+    "open_adapter",
+    "open_checkpoint",
+    "open_model",
+]
 
 
 class OpenedModel(NamedTuple):
@@ -92,6 +104,22 @@ def open_model(
         ConfigError: these files do not support what was asked for.
     """
     return _format_of(path).open_model(path, runner, convert)
+
+
+def open_adapter(path: Path, config: ModelConfig, max_rank: int | None = None) -> AdapterFile:
+    """Open a LoRA adapter for a model: a ``.gguf`` file or a folder of ``peft``.
+
+    Args:
+        max_rank: most ranks of a module; None: any number.
+
+    Raises:
+        CheckpointError: missing, malformed, unsafe, not supported, or of another model's shape.
+    """
+    if path.is_dir():
+        return open_peft(path, config, max_rank)
+    if path.is_file():
+        return open_gguf_adapter(path, config, max_rank)
+    raise CheckpointError(f"{path}: no such file or folder")
 
 
 def _format_of(path: Path) -> FileFormat:

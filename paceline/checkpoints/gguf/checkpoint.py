@@ -86,6 +86,29 @@ def _our_name(name: str, parts: Mapping[str, str]) -> str:
     return name
 
 
+def name_in_layer(name: str, architecture: Architecture | None) -> tuple[int, str] | None:
+    """Return layer and module of a layer's weight, by its GGUF name; None for others."""
+    match = _LAYER_NAME.fullmatch(name)
+    names = {**_IN_LAYER, **(architecture.gguf_names if architecture else {})}
+    if match is None or match[3] != "weight" or match[2] not in names:
+        return None
+    return int(match[1]), names[match[2]]
+
+
+def deinterleave(config: ModelConfig, name: str, rows: NDArray[_T]) -> NDArray[_T]:
+    """Return the rows of a tensor in the order of Hugging Face; llama.cpp interleaves the halves of
+    each head's queries and keys."""
+    if ".self_attn.q_proj." in name:
+        heads = config.num_attention_heads
+    elif ".self_attn.k_proj." in name:
+        heads = config.num_key_value_heads
+    else:
+        return rows
+    half = config.head_dim // 2
+    split = rows.reshape(heads, half, 2, *rows.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+
+
 class GGUFCheckpoint:
     """An opened ``.gguf`` file, with all parts of a split one; see ``model.checkpoint`` for the
     contract.
@@ -250,17 +273,7 @@ def _in_our_order(
     order = row_order(config, name)
     if order is not None:
         return rows[order]
-    if not interleaved:
-        return rows
-    if ".self_attn.q_proj." in name:
-        heads = config.num_attention_heads
-    elif ".self_attn.k_proj." in name:
-        heads = config.num_key_value_heads
-    else:
-        return rows
-    half = config.head_dim // 2
-    split = rows.reshape(heads, half, 2, *rows.shape[1:])
-    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+    return deinterleave(config, name, rows) if interleaved else rows
 
 
 def stored_rows(

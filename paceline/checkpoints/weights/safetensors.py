@@ -33,7 +33,6 @@ MAX_HEADER_BYTES: Final = 16 << 20
 MAX_RANK: Final = 8
 MAX_SHARDS: Final = 4096
 _SINGLE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
 _PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # types that weights are read from, and their other names
 DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -151,27 +150,29 @@ def _check_cover(
         raise CheckpointError(f"{path}: {size - position} bytes follow the last tensor")
 
 
-def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
-    """Return a folder's tensors by their stored names. Raises CheckpointError where a shard is
-    missing or the index contradicts the files."""
-    if (folder / _SINGLE).is_file():
-        entries = read_safetensors_header(folder / _SINGLE)
+def read_entries(folder: Path, single: str = _SINGLE) -> dict[str, SafetensorsEntry]:
+    """Return a folder's tensors by their stored names, from the file ``single`` or the shards that
+    its index names. Raises CheckpointError where a shard is missing or the index contradicts the
+    files."""
+    if (folder / single).is_file():
+        entries = read_safetensors_header(folder / single)
         if not entries:
-            raise CheckpointError(f"{folder / _SINGLE} holds no tensors")
+            raise CheckpointError(f"{folder / single} holds no tensors")
         return entries
-    index = read_json_object(folder / _INDEX)
+    listed = folder / f"{single}.index.json"
+    index = read_json_object(listed)
     if index is None:
-        raise CheckpointError(_no_weights(folder))
+        raise CheckpointError(_no_weights(folder, single))
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / _INDEX} has no weight_map")
+        raise CheckpointError(f"{listed} has no weight_map")
     shards: dict[str, dict[str, SafetensorsEntry]] = {}
     entries = {}
     for name, shard in weight_map.items():
-        _check_shard_name(folder, name, shard)
+        _check_shard_name(listed, name, shard)
         if shard not in shards:
             if len(shards) >= MAX_SHARDS:
-                raise CheckpointError(f"{folder / _INDEX} names more than {MAX_SHARDS} shards")
+                raise CheckpointError(f"{listed} names more than {MAX_SHARDS} shards")
             shards[shard] = read_safetensors_header(folder / shard)
         if name not in shards[shard]:
             raise CheckpointError(
@@ -188,7 +189,7 @@ def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
     return entries
 
 
-def _check_shard_name(folder: Path, name: str, shard: object) -> None:
+def _check_shard_name(listed: Path, name: str, shard: object) -> None:
     """Check that a shard is a plain file name, which cannot leave the folder."""
     if (
         not isinstance(shard, str)
@@ -197,14 +198,16 @@ def _check_shard_name(folder: Path, name: str, shard: object) -> None:
         or any(character in shard for character in "/\\\0:")
     ):
         raise CheckpointError(
-            f"{folder / _INDEX}: tensor {name} is in {shard!r:.80}, "
+            f"{listed}: tensor {name} is in {shard!r:.80}, "
             "which is not the name of a safetensors file in the same folder"
         )
-    if not (folder / shard).is_file():
-        raise CheckpointError(f"{folder} has no {shard}, which {_INDEX} names; download it again")
+    if not (listed.parent / shard).is_file():
+        raise CheckpointError(
+            f"{listed.parent} has no {shard}, which {listed.name} names; download it again"
+        )
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights(folder: Path, single: str) -> str:
     names = sorted(path.name for path in folder.iterdir())
     pickled = [name for name in names if name.endswith(_PICKLED)]
     if pickled:
@@ -215,7 +218,7 @@ def _no_weights(folder: Path) -> str:
         )
     if gguf := [name for name in names if name.endswith(".gguf")]:
         return f"{folder} has no safetensors; give the file itself: {folder / gguf[0]}"
-    return f"{folder} has neither {_SINGLE} nor {_INDEX}"
+    return f"{folder} has neither {single} nor {single}.index.json"
 
 
 def values_of(entry: SafetensorsEntry) -> NDArray[np.float32]:
