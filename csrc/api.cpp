@@ -141,6 +141,22 @@ int paceline_forward(PacelineModel* model, const PacelineStep* step) {
   return guarded([&] { model->model.forward(*step); });
 }
 
+PacelineAdapter* paceline_adapter(const PacelineModel* model, const int64_t* ranks, const float* scales, int floats) {
+  Adapter* made = nullptr;
+  guarded([&] { made = new Adapter(model->model.adapted_products(), ranks, scales, floats != 0); });
+  return reinterpret_cast<PacelineAdapter*>(made);
+}
+
+int paceline_adapter_set(PacelineAdapter* adapter, int64_t layer, int matrix, const float* a, const float* b) {
+  return guarded([&] { reinterpret_cast<Adapter*>(adapter)->set(layer, matrix, a, b); });
+}
+
+int64_t paceline_adapter_bytes(const PacelineAdapter* adapter) {
+  return int64_t(reinterpret_cast<const Adapter*>(adapter)->bytes());
+}
+
+void paceline_adapter_destroy(PacelineAdapter* adapter) { delete reinterpret_cast<Adapter*>(adapter); }
+
 void paceline_limits(int64_t* out) {
   out[0] = kWindowTiles * kTile - 1;
   out[1] = kPassPairs;

@@ -29,6 +29,64 @@ PL_INLINE vf gated_product(const GemmArgs& g, vf gate, vf up) {
   return mul(y, add(up, one));
 }
 
+// Most rows of a tile, for what adapters add to them.
+constexpr int kMostTileRows = 16;
+
+// The second of an adapter's two products, for N rows that share it.
+template <int N, bool Floats>
+static void expand_rows(const RowAdapter* rows, const AdapterPanel& panel, Sums* added) {
+  vf acc[2 * N];
+  PL_UNROLL
+  for (int i = 0; i < 2 * N; ++i) acc[i] = zero();
+  const uint8_t* b = panel.b;
+  for (int32_t k = 0; k < panel.rank; ++k, b += kPanel * (Floats ? 4 : 2)) {
+    vf b0, b1;
+    if constexpr (Floats) {
+      b0 = load(reinterpret_cast<const float*>(b));
+      b1 = load(reinterpret_cast<const float*>(b) + 16);
+    } else {
+      b0 = load_bf16(b);
+      b1 = load_bf16(b + 32);
+    }
+    PL_UNROLL
+    for (int r = 0; r < N; ++r) {
+      acc[2 * r] = fma(b0, set1(rows[r].sums[panel.first[0] + k]), acc[2 * r]);
+      acc[2 * r + 1] = fma(b1, set1(rows[r].sums[panel.first[1] + k]), acc[2 * r + 1]);
+    }
+  }
+  PL_UNROLL
+  for (int r = 0; r < N; ++r) {
+    store(added[r], acc[2 * r]);
+    store(added[r] + 16, acc[2 * r + 1]);
+  }
+}
+
+template <bool Floats>
+static void expand_run(const RowAdapter* rows, int count, const AdapterPanel& panel, Sums* added) {
+  constexpr int most = PL_LEVEL >= 2 ? 4 : PL_LEVEL == 1 ? 2 : 1;
+  int r = 0;
+  for (; r + most <= count; r += most) expand_rows<most, Floats>(rows + r, panel, added + r);
+  for (; r < count; ++r) expand_rows<1, Floats>(rows + r, panel, added + r);
+}
+
+// What the adapters of a tile's rows add to a panel; rows without one are left as they are.
+static __attribute__((noinline)) void expand(const GemmArgs& g, int rows, int64_t row, int64_t panel, Sums* added) {
+  const RowAdapter* of = g.adapters + row;
+  for (int r = 0; r < rows;) {
+    const AdapterPanel* panels = of[r].panels;
+    int end = r + 1;
+    while (end < rows && of[end].panels == panels) ++end;
+    if (panels) {
+      const AdapterPanel& own = panels[g.first_panel + panel];
+      if (of[r].floats)
+        expand_run<true>(of + r, end - r, own, added + r);
+      else
+        expand_run<false>(of + r, end - r, own, added + r);
+    }
+    r = end;
+  }
+}
+
 PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, int64_t panel) {
   const int64_t column = panel * kPanel;
   const int64_t left = g.w.rows - column;
@@ -38,8 +96,14 @@ PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, 
     bias0 = load_n(g.bias + column, n0);
     if (n1) bias1 = load_n(g.bias + column + 16, n1);
   }
+  alignas(64) Sums added[kMostTileRows];
+  if (g.adapters) expand(g, rows, row, panel, added);
   for (int r = 0; r < rows; ++r) {
-    const vf y0 = add(tile[2 * r], bias0), y1 = add(tile[2 * r + 1], bias1);
+    vf y0 = add(tile[2 * r], bias0), y1 = add(tile[2 * r + 1], bias1);
+    if (g.adapters && g.adapters[row + r].panels) {
+      y0 = add(y0, load(added[r]));
+      y1 = add(y1, load(added[r] + 16));
+    }
     if (g.epilogue >= Epilogue::kSilu) {
       const vf y = gated_product(g, y0, y1);
       const int64_t at = (row + r) * g.out_stride + panel * 16;

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "convert.h"
 #include "model.h"
 
 namespace paceline {
@@ -113,10 +114,73 @@ void Model::prepare(const PacelineStep& step) {
   for (int64_t t = 0; t < n; ++t) sampled_before_[size_t(t + 1)] += sampled_before_[size_t(t)];
   reserve(n, step.sampled);
   if (!step.hidden && !step.logits) logits_.reserve(size_t(step.sampled * c.vocab) * 4);
+  prepare_adapters(step);
   plan_attention(step, 0, plan_);
   bool sliding = false;
   for (const Layer& layer : layers_) sliding = sliding || layer.sliding;
   if (sliding) plan_attention(step, int(c.sliding_window), sliding_plan_);
+}
+
+void Model::prepare_adapters(const PacelineStep& step) {
+  token_adapters_.clear();
+  if (!step.adapters) return;
+  bool any = false;
+  rank_pad_ = 0;
+  for (int64_t s = 0; s < step.sequences; ++s) {
+    const Adapter* adapter = reinterpret_cast<const Adapter*>(step.adapters[s]);
+    if (!adapter || step.adapter_scales[s] == 0) continue;
+    if (adapter->layers() != config_.layers)
+      throw std::invalid_argument("the adapter of sequence " + std::to_string(s) + " is of a model of " +
+                                  std::to_string(adapter->layers()) + " layers");
+    any = true;
+    rank_pad_ = adapter->rank() > rank_pad_ ? adapter->rank() : rank_pad_;
+  }
+  if (!any) return;
+  rank_pad_ = pad_to(rank_pad_, 16);
+  const int64_t rows = step.tokens > step.sampled ? step.tokens : step.sampled;
+  token_adapters_.resize(size_t(step.tokens));
+  for (int64_t t = 0; t < step.tokens; ++t) {
+    const int32_t s = sequence_of_[size_t(t)];
+    token_adapters_[size_t(t)] = {reinterpret_cast<const Adapter*>(step.adapters[s]), step.adapter_scales[s]};
+    if (step.adapter_scales[s] == 0) token_adapters_[size_t(t)] = {};
+  }
+  sampled_adapters_.resize(size_t(step.sampled));
+  for (int64_t i = 0; i < step.sampled; ++i)
+    sampled_adapters_[size_t(i)] = token_adapters_[size_t(step.sample_rows[i])];
+  row_adapters_.resize(size_t(rows));
+  shrunk_.reserve(size_t(rows * rank_pad_) * 4);
+}
+
+void Model::shrink_row(const Adapted& adapted, int64_t row, const float* x, int64_t columns) {
+  RowAdapter& own = row_adapters_[size_t(row)];
+  own.panels = nullptr;
+  const AdapterUse& use = adapted.uses[row];
+  if (!use.adapter) return;
+  const AdapterProduct& product = use.adapter->product(adapted.layer, adapted.part);
+  if (!product.rank) return;
+  float* sums = reinterpret_cast<float*>(shrunk_.data()) + row * rank_pad_;
+  const bool floats = use.adapter->floats();
+  kernels_->shrink(x, columns, product.a, floats, product.rank, product.scales, use.scale, sums);
+  own = {product.panels.data(), sums, floats};
+}
+
+void Model::shrink_rows(int member, const Share& share, const uint8_t* x, int64_t stride, bool bf16,
+                        const Adapted& adapted) {
+  if (!adapted.uses) return;
+  float* scratch = scratch_of(member);
+  each_row(member, share, [&](int64_t r) {
+    const uint8_t* from = x + r * stride;
+    const float* row = reinterpret_cast<const float*>(from);
+    if (bf16) {
+      for (int64_t i = 0; i < config_.inner; ++i) {
+        uint16_t half;
+        memcpy(&half, from + i * 2, 2);
+        scratch[i] = bf16_to_float(half);
+      }
+      row = scratch;
+    }
+    shrink_row(adapted, share.begin + r, row, config_.inner);
+  });
 }
 
 void Model::forward(const PacelineStep& step) {
@@ -140,11 +204,12 @@ Model::Share Model::share_of(int member, int64_t rows) {
 }
 
 void Model::encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
-                        int64_t stride, const Linear& next) {
+                        int64_t stride, const Linear& next, const Adapted& adapted) {
   const Shape shape = shape_of(next);
   const int64_t padded = pad_to(columns, 4);
   each_row(member, share, [&](int64_t r) {
     const int64_t row = share.begin + r, from = chosen ? chosen[row] : row;
+    if (adapted.uses) shrink_row(adapted, row, x + from * stride, columns);
     kernels_->encode(x + from * stride, columns, padded, shape.acts, share.acts + r * shape.bytes,
                      share.scales + r * shape.scales);
   });
@@ -152,7 +217,7 @@ void Model::encode_rows(int member, const Share& share, const float* x, const in
 
 template <class F>
 void Model::norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight,
-                      const Linear& next, F&& before) {
+                      const Linear& next, const Adapted& adapted, F&& before) {
   const Shape shape = shape_of(next);
   const int64_t n = config_.hidden, padded = pad_to(n, 4);
   float* scratch = scratch_of(member);
@@ -163,6 +228,7 @@ void Model::norm_rows(int member, const Share& share, const float* x, const std:
       kernels_->rms_norm(from, weight.data(), n, config_.sum_eps, scratch);
       from = scratch;
     }
+    if (adapted.uses) shrink_row(adapted, share.begin + r, from, n);
     kernels_->encode(from, n, padded, shape.acts, share.acts + r * shape.bytes, share.scales + r * shape.scales);
   });
 }
@@ -180,7 +246,7 @@ GemmArgs Model::product_of(const Share& share, const Linear& linear) const {
 }
 
 void Model::multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
-                     Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16) {
+                     Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16, bool adapted) {
   const int64_t rows = share.rows;
   GemmArgs args = product_of(share, linear);
   if (acts) {
@@ -191,6 +257,7 @@ void Model::multiply(int member, const Share& share, const Linear& linear, const
   args.out = out;
   args.out_stride = out_stride;
   args.out_bf16 = out_bf16;
+  if (adapted) args.adapters = row_adapters_.data() + share.begin;
   const auto kernel = kernels_->gemm[int(linear.parts[0].kind())];
   const int64_t panels = linear.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
   const int64_t block = blocks ? (rows + blocks - 1) / blocks : 0, first_panels = linear.parts[0].panel_count();
@@ -206,6 +273,7 @@ void Model::multiply(int member, const Share& share, const Linear& linear, const
         return kernels_->gemm[int(part.kind())](own, begin, end, panel);
       }
       panel -= part.panel_count();
+      own.first_panel += part.panel_count();
       own.out = static_cast<float*>(own.out) + part.rows();
       if (own.bias) own.bias += part.rows();
     }
@@ -222,9 +290,11 @@ void Model::multiply(int member, const Share& share, const Linear& linear, const
 
 void Model::multiply_into(int member, const Share& share, const Linear& linear, const uint8_t* acts,
                           int64_t acts_stride, const std::vector<float>& norm, float* x) {
-  if (norm.empty()) return multiply(member, share, linear, acts, acts_stride, Epilogue::kAdd, x, hidden_pad_, false);
+  const bool adapted = !token_adapters_.empty();
+  if (norm.empty())
+    return multiply(member, share, linear, acts, acts_stride, Epilogue::kAdd, x, hidden_pad_, false, adapted);
   float* given = reinterpret_cast<float*>(given_.data()) + share.begin * hidden_pad_;
-  multiply(member, share, linear, acts, acts_stride, Epilogue::kStore, given, hidden_pad_, false);
+  multiply(member, share, linear, acts, acts_stride, Epilogue::kStore, given, hidden_pad_, false, adapted);
   each_row(member, share, [&](int64_t r) {
     float *from = given + r * hidden_pad_, *into = x + r * hidden_pad_;
     kernels_->rms_norm(from, norm.data(), config_.hidden, config_.eps, from);
@@ -241,6 +311,8 @@ void Model::run_step(const PacelineStep& step, int member) {
   Share share = share_of(member, step.tokens);
   // on rows of its own, and when it went on with them
   double alone = 0, since = share.alone ? seconds_now() : 0;
+  const bool adapted = !token_adapters_.empty();
+  const AdapterUse* uses = adapted ? token_adapters_.data() : nullptr;
 
   const Matrix& table = embedding_.rows() ? embedding_ : head_.parts[0];
   each_row(member, share, [&](int64_t r) {
@@ -257,9 +329,10 @@ void Model::run_step(const PacelineStep& step, int member) {
     // the lines that keys and values of this layer will be written to are asked for here: until then there is
     // a product to compute
     norm_rows(member, share, x + share.begin * hidden_pad_, layer.attention_norm, layer.qkv,
-              [&](int64_t r) { expect_kv(share, r, step, int64_t(i)); });
+              {uses, int64_t(i), kPartQkv}, [&](int64_t r) { expect_kv(share, r, step, int64_t(i)); });
     mark(member, kNorm);
-    multiply(member, share, layer.qkv, nullptr, 0, Epilogue::kStore, qkv + share.begin * qkv_stride, qkv_stride, false);
+    multiply(member, share, layer.qkv, nullptr, 0, Epilogue::kStore, qkv + share.begin * qkv_stride, qkv_stride, false,
+             adapted);
     mark(member, kQkv);
     rope_and_store(member, share, step, layer, int64_t(i), qkv);
     if (share.alone) {
@@ -281,9 +354,11 @@ void Model::run_step(const PacelineStep& step, int member) {
         memcpy(y + to * hidden_pad_, x + step.sample_rows[to] * hidden_pad_, size_t(hidden_pad_) * 4);
       });
       x = y;
+      if (adapted) uses = sampled_adapters_.data();
     }
     float* own = x + share.begin * hidden_pad_;
-    encode_rows(member, share, attended, last ? step.sample_rows : nullptr, width, width, layer.out);
+    encode_rows(member, share, attended, last ? step.sample_rows : nullptr, width, width, layer.out,
+                {uses, int64_t(i), kPartOut});
     mark(member, kEncode);
     multiply_into(member, share, layer.out, nullptr, 0, layer.attention_out_norm, own);
     mark(member, kOut);
@@ -297,17 +372,19 @@ void Model::run_step(const PacelineStep& step, int member) {
       if (share.alone) since = seconds_now();
       continue;
     }
-    norm_rows(member, share, own, layer.mlp_norm, layer.gate_up, [](int64_t) {});
+    norm_rows(member, share, own, layer.mlp_norm, layer.gate_up, {uses, int64_t(i), kPartGateUp}, [](int64_t) {});
     mark(member, kNorm);
     const Acts acts = shape_of(layer.down).acts;
     const bool bf16 = acts == Acts::kBF16;
     uint8_t* inner = inner_.data() + share.begin * inner_stride * (bf16 ? 2 : 4);
-    multiply(member, share, layer.gate_up, nullptr, 0, gated(), inner, inner_stride, bf16);
+    multiply(member, share, layer.gate_up, nullptr, 0, gated(), inner, inner_stride, bf16, adapted);
     mark(member, kGateUp);
     if (bf16 || acts == Acts::kF32) {
+      shrink_rows(member, share, inner, inner_stride * (bf16 ? 2 : 4), bf16, {uses, int64_t(i), kPartDown});
       multiply_into(member, share, layer.down, inner, inner_stride * (bf16 ? 2 : 4), layer.mlp_out_norm, own);
     } else {
-      encode_rows(member, share, reinterpret_cast<const float*>(inner_.data()), nullptr, c.inner, inner_stride, layer.down);
+      encode_rows(member, share, reinterpret_cast<const float*>(inner_.data()), nullptr, c.inner, inner_stride, layer.down,
+                  {uses, int64_t(i), kPartDown});
       mark(member, kEncode);
       multiply_into(member, share, layer.down, nullptr, 0, layer.mlp_out_norm, own);
     }
@@ -320,7 +397,7 @@ void Model::run_step(const PacelineStep& step, int member) {
     });
     return;
   }
-  norm_rows(member, share, x + share.begin * hidden_pad_, final_norm_, head_, [](int64_t) {});
+  norm_rows(member, share, x + share.begin * hidden_pad_, final_norm_, head_, {nullptr, 0, kNoPart}, [](int64_t) {});
   float* logits = (step.logits ? step.logits : reinterpret_cast<float*>(logits_.data())) + share.begin * c.vocab;
   multiply(member, share, head_, nullptr, 0, Epilogue::kStore, logits, c.vocab, false);
   each_row(member, share, [&](int64_t r) {

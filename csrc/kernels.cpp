@@ -13,6 +13,7 @@
 #include "attend_i8.h"
 #include "encode.h"
 #include "softmax_exp.h"
+#include "shrink.h"
 
 namespace PL_NAMESPACE {
 
@@ -170,6 +171,7 @@ static const Kernels table = {
     expect_kv,
     store_kv,
     {attend<DotF32>, attend<DotBF16>, attend_i8},
+    shrink,
     likeliest,
     cap_logits,
     merge_part,

@@ -93,6 +93,21 @@ struct Panels {
   const float* scale = nullptr;
 };
 
+// What an adapter adds to a panel of 32 outputs, by halves of 16: the sum over k of sums[first[half] + k] times
+// b[k][16 half ... 16 half + 15], see adapter.h.
+struct AdapterPanel {
+  const uint8_t* b = nullptr;
+  int32_t rank = 0;
+  int32_t first[2] = {};
+};
+
+// A row's adapter in one product, and what it made of the row; null panels: none.
+struct RowAdapter {
+  const AdapterPanel* panels = nullptr;
+  const float* sums = nullptr;
+  bool floats = false;
+};
+
 struct GemmArgs {
   const uint8_t* a = nullptr;
   int64_t a_stride = 0;
@@ -108,6 +123,9 @@ struct GemmArgs {
   int64_t out_stride = 0;  // elements
   bool out_bf16 = false;   // gated ones only
   float limit = 0;         // kClamped
+  // by row, null: no row has one; the panels of the product that come before those of `w`
+  const RowAdapter* adapters = nullptr;
+  int64_t first_panel = 0;
 };
 
 struct AttendArgs {
@@ -170,6 +188,10 @@ struct Kernels {
   // one key and one value head into token `slot` of a tile
   void (*store_kv)(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile);
   void (*attend[3])(const AttendArgs& args);
+  // sums[k] = factor * scales[k] * (row k of a) x for a multiple of kRankUnit rows of n values, padded to 16; see
+  // adapter.h
+  void (*shrink)(const float* x, int64_t n, const uint8_t* a, bool floats, int64_t rank, const float* scales,
+                 float factor, float* sums);
   // the first of the largest of n floats, n >= 1; -1 if one of them is infinite or NaN
   int32_t (*likeliest)(const float* x, int64_t n);
   // n floats become cap * tanh(x / cap), with a relative error below 5e-7; those that are not finite become NaN

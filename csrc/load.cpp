@@ -1,4 +1,5 @@
 // Building a model: shapes, packing, and what must be there before the first step.
+#include <utility>
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -300,6 +301,28 @@ void Model::load(PacelineTensor kind, int layer_index, int expert, Source type, 
     default: break;
   }
   loaded_[place_of(kind, layer_index, expert)] = 1;
+}
+
+std::vector<AdaptedProduct> Model::adapted_products() const {
+  const int64_t q = config_.heads * config_.head_dim, k = config_.kv_heads * config_.head_dim, d = config_.inner;
+  std::vector<AdaptedProduct> found;
+  auto add = [&](const Linear& linear, std::vector<AdaptedRows> matrices, int first) {
+    AdaptedProduct product;
+    product.first = first;
+    if (!linear.parts.empty()) {
+      product.columns = linear.columns();
+      for (const Matrix& part : linear.parts) product.parts.push_back(part.rows());
+      product.matrices = std::move(matrices);
+    }
+    found.push_back(std::move(product));
+  };
+  for (const Layer& layer : layers_) {
+    add(layer.qkv, {{0, q, 0, 0}, {q, k, 0, 0}, {q + k, k, 0, 0}}, 0);
+    add(layer.out, {{0, config_.hidden, 0, 0}}, 3);
+    add(layer.gate_up, {{0, d, kPanel, 0}, {0, d, kPanel, 16}}, 4);
+    add(layer.down, {{0, config_.hidden, 0, 0}}, 6);
+  }
+  return found;
 }
 
 std::vector<Model::Piece> Model::pieces() {

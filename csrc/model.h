@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "adapter.h"
 #include "kernels.h"
 #include "matrix.h"
 #include "paceline_native.h"
@@ -119,6 +120,8 @@ class Model {
     size_t bytes;
   };
   std::vector<Piece> pieces();
+  // where adapters add to this model's products
+  std::vector<AdaptedProduct> adapted_products() const;
   // says that all pieces were read back
   void restored();
   // cos and sin: [max_positions, head_dim / 2]
@@ -186,6 +189,12 @@ class Model {
     float* scales;
   };
   Share share_of(int member, int64_t rows);
+  // A product that adapters of the step's rows add to; null uses: no row has one.
+  struct Adapted {
+    const AdapterUse* uses;
+    int64_t layer;
+    int part;
+  };
   // f(r) for every row r of a share, counted from its first
   template <class F>
   void each_row(int member, const Share& share, F&& f) {
@@ -200,11 +209,16 @@ class Model {
   Shape shape_of(const Linear& linear) const;
   // x: all rows; `chosen`: which of them the rows of the share are, null: the same
   void encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
-                   int64_t stride, const Linear& next);
+                   int64_t stride, const Linear& next, const Adapted& adapted);
+  // what the adapters make of a row of floats before the product that `adapted` names
+  void shrink_row(const Adapted& adapted, int64_t row, const float* x, int64_t columns);
+  // the same of all rows of a share, which the product takes as they are: float32, or bfloat16
+  void shrink_rows(int member, const Share& share, const uint8_t* x, int64_t stride, bool bf16, const Adapted& adapted);
+  void prepare_adapters(const PacelineStep& step);
   // x: the share's first row; before(r) is called first of all for each row
   template <class F>
   void norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight, const Linear& next,
-                 F&& before);
+                 const Adapted& adapted, F&& before);
   // x, the share's rows, plus what half a layer gave, normed first where it has a norm for that
   void multiply_into(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
                      const std::vector<float>& norm, float* x);
@@ -219,7 +233,7 @@ class Model {
   // with its first part
   GemmArgs product_of(const Share& share, const Linear& linear) const;
   void multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
-                Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16);
+                Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16, bool adapted = false);
   void rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer, int64_t layer_index,
                       float* qkv);
   void attend(int member, const PacelineStep& step, const Layer& layer, bool last, float* out);
@@ -269,6 +283,12 @@ class Model {
   // of the step that runs
   std::vector<int32_t> sequence_of_;
   std::vector<int32_t> sampled_before_;
+  // by token, and by sampled row; empty where no row of the step has an adapter
+  std::vector<AdapterUse> token_adapters_, sampled_adapters_;
+  // by row of the product at hand, and what adapters made of the rows, [rows, rank_pad_]
+  std::vector<RowAdapter> row_adapters_;
+  Memory shrunk_;
+  int64_t rank_pad_ = 0;
   AttendPlan plan_, sliding_plan_;
   Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, given_, inner_, parts_, rows_;
   // of a pass through a layer's experts: normed rows and what the router says of them; in the order of pairs what

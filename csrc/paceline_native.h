@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 19
+#define PACELINE_ABI 20
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -61,6 +61,8 @@ typedef struct {
   const char* isa;        /* null: the best that works here */
 } PacelineConfig;
 
+typedef struct PacelineAdapter PacelineAdapter;
+
 typedef struct {
   int64_t tokens, sequences, table_width, sampled;
   const int32_t* token_ids;   /* [tokens] */
@@ -75,6 +77,10 @@ typedef struct {
   /* [sampled, hidden] the sum of all layers of these rows, before the last norm and divided by what is added to
    * it by; null: not wanted. With it neither `logits` nor `likeliest` is written. */
   float* hidden;
+  /* [sequences], null for a sequence without one, and their factors; both null where no sequence has one. Each
+   * stays until the step has run. */
+  const PacelineAdapter* const* adapters;
+  const float* adapter_scales;
 } PacelineStep;
 
 /* One token for each row. Logits are finite, or minus infinity where a token must not be chosen. */
@@ -128,6 +134,13 @@ int paceline_ready(PacelineModel* model);
 void* paceline_piece(PacelineModel* model, int64_t index, int64_t* bytes);
 int paceline_restored(PacelineModel* model);
 int paceline_forward(PacelineModel* model, const PacelineStep* step);
+/* Low-rank additions to a model's products: y += scale * B (A x). ranks and scales: [layers, 7] of q, k, v, o, gate,
+ * up and down, rank 0 where there is none; floats: values are kept in float32, else in bfloat16. The model may be at
+ * work meanwhile, and both calls may come from another thread. a: [rank, columns], b: [rows, rank]. */
+PacelineAdapter* paceline_adapter(const PacelineModel* model, const int64_t* ranks, const float* scales, int floats);
+int paceline_adapter_set(PacelineAdapter* adapter, int64_t layer, int matrix, const float* a, const float* b);
+int64_t paceline_adapter_bytes(const PacelineAdapter* adapter);
+void paceline_adapter_destroy(PacelineAdapter* adapter);
 /* For whoever counts memory before there is a model, out: keys before a window's first that attention reads, masked,
  * at most, and pairs of a row and an expert that are computed at once. */
 void paceline_limits(int64_t* out);

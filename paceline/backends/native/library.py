@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 19
+ABI: Final = 20
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -50,6 +50,8 @@ class Step(ctypes.Structure):
         ("logits", c_void_p),
         ("likeliest", c_void_p),
         ("hidden", c_void_p),
+        ("adapters", c_void_p),
+        ("adapter_scales", c_void_p),
     )
 
 
@@ -102,6 +104,10 @@ _SIGNATURES: Final = {
     "paceline_piece": (c_void_p, (c_void_p, c_int64, POINTER(c_int64))),
     "paceline_restored": (c_int, (c_void_p,)),
     "paceline_forward": (c_int, (c_void_p, POINTER(Step))),
+    "paceline_adapter": (c_void_p, (c_void_p, c_void_p, c_void_p, c_int)),
+    "paceline_adapter_set": (c_int, (c_void_p, c_int64, c_int, c_void_p, c_void_p)),
+    "paceline_adapter_bytes": (c_int64, (c_void_p,)),
+    "paceline_adapter_destroy": (None, (c_void_p,)),
     "paceline_limits": (None, (POINTER(c_int64),)),
     "paceline_copy_blocks": (c_int, (c_void_p, c_void_p, c_void_p, c_int64)),
     "paceline_draw": (c_int, (c_void_p, POINTER(Draw))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from ctypes import addressof
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -11,10 +12,12 @@ from numpy.typing import NDArray
 
 from paceline import __version__
 from paceline.backends.machine.cpu import choose_threads
+from paceline.backends.native.adapters import step_pointers
 from paceline.backends.native.config import NativeConfig, NativeSettings
 from paceline.backends.native.library import ABI, Owner, Step, check, digest, library
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
+from paceline.backends.runner.interface import RowAdapter
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 
@@ -219,6 +222,7 @@ class NativeModel(Owner):
         *,
         needs_logits: bool = True,
         window_tables: Integers | None = None,
+        adapters: Sequence[RowAdapter | None] | None = None,
     ) -> NDArray[np.float32]:
         """Run one step: store keys and values of all tokens, attend causally, give logits.
 
@@ -231,6 +235,7 @@ class NativeModel(Owner):
             sample_rows: [R], ascending rows whose logits are wanted.
             needs_logits: False: ``likeliest`` suffices.
             window_tables: window blocks in place of those in ``block_tables``, if there are any.
+            adapters: [S], each from ``adapters.NativeAdapter`` or None; None: no sequence has one.
 
         Returns:
             [R, vocab] float32, a view that the next call overwrites; [0, vocab] unless
@@ -246,6 +251,9 @@ class NativeModel(Owner):
             if arrays[-1].shape != arrays[3].shape:
                 raise ConfigError("window tables are not of the block tables' shape")
             step.window_tables = arrays[-1].ctypes.data
+        if adapters is not None:
+            handles, scales = step_pointers(adapters)
+            step.adapters, step.adapter_scales = addressof(handles), addressof(scales)
         if needs_logits and len(self._logits) < len(rows):
             self._logits = np.empty((len(rows), self._config.vocab), dtype=np.float32)
         if len(self._most_likely) < len(rows):

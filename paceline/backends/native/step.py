@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.native.adapters import NativeAdapter
 from paceline.backends.native.block_formats import choose_kinds
 from paceline.backends.native.config import NativeSettings
 from paceline.backends.native.library import limits
@@ -127,6 +128,7 @@ class NativeStep:
         return self._model.forward(
             token_ids, positions, starts, tables, sampled, needs_logits=needs_logits,
             window_tables=self._places[tables] if len(self._places) else None,
+            adapters=batch.adapters,
         )  # fmt: skip
 
     def hidden(
@@ -272,4 +274,5 @@ class NativeLoader:
             NativeSampler(model),
             partial(token_logprobs, model=model),
             swap_seconds(move, swapped, self.block_bytes),
+            partial(NativeAdapter, model.handle, config.num_hidden_layers),
         )

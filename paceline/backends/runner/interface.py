@@ -14,15 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.runner.sampling import SampleRow, Samples
+from paceline.checkpoints.model.adapter import AdapterValues
 from paceline.core.outputs import BlockSwap, TokenLogprobs, WindowBlock
 
 __all__ = [
+    "AdapterMaker",
     "AttentionBatch",
     "Likeliest",
+    "LoadedAdapter",
     "LoadedModel",
     "Logits",
     "ModelLoader",
     "PoolMemory",
+    "RowAdapter",
     "Sampler",
     "Scorer",
     "StepModel",
@@ -35,6 +39,14 @@ Logits: TypeAlias = Any
 Likeliest: TypeAlias = Any
 
 
+class RowAdapter(NamedTuple):
+    """A row's adapter, as its model's ``LoadedModel.make_adapter`` made it."""
+
+    adapter: Any
+    # factor on what it adds
+    scale: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
     """The rows of one step. Tokens are flat, row after row; T is the sum of ``counts``."""
@@ -45,6 +57,8 @@ class AttentionBatch:
     counts: NDArray[np.int64]
     # block ids by position // block_size, [rows, width]; entries behind a row's last are ignored
     block_tables: NDArray[np.int64]
+    # by row, None where it has no adapter; None: no row has one
+    adapters: Sequence[RowAdapter | None] | None = None
 
 
 class StepModel(Protocol):
@@ -114,6 +128,22 @@ class Scorer(Protocol):
         tokens."""
 
 
+class LoadedAdapter(Protocol):
+    """An adapter ready to compute with; its memory goes with the last reference."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its matrices."""
+
+
+class AdapterMaker(Protocol):
+    """Maker of adapters for one loaded model."""
+
+    def __call__(self, values: AdapterValues, *, floats: bool) -> LoadedAdapter:
+        """Make an adapter, on any thread, while the model runs. ``floats``: values are kept in
+        float32, else in bfloat16."""
+
+
 class LoadedModel(NamedTuple):
     """A checkpoint that a compute path has loaded."""
 
@@ -122,6 +152,8 @@ class LoadedModel(NamedTuple):
     score: Scorer
     # measured seconds to move one block to or from host memory; 0.0 without any
     swap_block_seconds: float
+    # makes an adapter to name in ``AttentionBatch.adapters``; None: this model has none
+    make_adapter: AdapterMaker | None = None
 
 
 class PoolMemory(NamedTuple):

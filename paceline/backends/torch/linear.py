@@ -13,12 +13,21 @@ more. The reordered copy replaces the weight; it is not kept twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["MLP", "DenseLinear", "DenseMLP", "Linear", "PackedLinear", "SparseMLP", "make_linear"]
+__all__ = [
+    "MLP",
+    "Adapt",
+    "DenseLinear",
+    "DenseMLP",
+    "Linear",
+    "PackedLinear",
+    "SparseMLP",
+    "make_linear",
+]
 
 
 class Linear(Protocol):
@@ -67,12 +76,16 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 _SWIGLU_ALPHA: Final = 1.702
+# adds to columns of a product's output, from the last argument on, what adapters make of its input:
+# module, input, output, first column
+Adapt: TypeAlias = Callable[..., None]
 
 
 class MLP(Protocol):
     """Map [rows, hidden] to [rows, hidden], in x's dtype, as a fresh tensor."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, adapt: Adapt | None = None) -> torch.Tensor:
+        """``adapt`` adds what adapters make of a product's input; None: no row has one."""
 
 
 class DenseMLP:
@@ -91,15 +104,25 @@ class DenseMLP:
         self._gate_up, self._down = gate_up, down
         self._activation, self._limit = activation, limit
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
+    def __call__(self, x: torch.Tensor, adapt: Adapt | None = None) -> torch.Tensor:
+        both = self._gate_up(x)
+        if adapt is not None:
+            adapt("mlp.gate_proj", x, both, 0)
+            adapt("mlp.up_proj", x, both, both.shape[1] // 2)
+        inner = self._gated(*both.chunk(2, dim=-1))
+        out = self._down(inner)
+        if adapt is not None:
+            adapt("mlp.down_proj", inner, out, 0)
+        return out
+
+    def _gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self._activation == "clamped_swiglu":
             gate = gate.clamp(max=self._limit)
             up = up.clamp(-self._limit, self._limit).add_(1.0)
-            return self._down(torch.sigmoid(gate * _SWIGLU_ALPHA).mul_(gate).mul_(up))
+            return torch.sigmoid(gate * _SWIGLU_ALPHA).mul_(gate).mul_(up)
         if self._activation == "gelu_tanh":
-            return self._down(torch.nn.functional.gelu(gate, approximate="tanh").mul_(up))
-        return self._down(torch.nn.functional.silu(gate).mul_(up))
+            return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
+        return torch.nn.functional.silu(gate).mul_(up)
 
 
 class SparseMLP:
@@ -126,7 +149,8 @@ class SparseMLP:
         self._experts = experts
         self._chosen, self._normalise = chosen, normalise
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, adapt: Adapt | None = None) -> torch.Tensor:
+        # no adapter adds to experts: those that would are refused
         scores = torch.nn.functional.linear(x.float(), self._router, self._bias)
         weights, experts = scores.softmax(-1).topk(self._chosen, dim=-1)
         if self._normalise:

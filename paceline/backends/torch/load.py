@@ -11,6 +11,7 @@ import torch
 
 from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
 from paceline.backends.runner.interface import LoadedModel, PoolMemory
+from paceline.backends.torch.adapters import TorchAdapter
 from paceline.backends.torch.attention import (
     AttentionBackend,
     RotaryTable,
@@ -23,6 +24,7 @@ from paceline.backends.torch.model import Decoder
 from paceline.backends.torch.sampler import token_logprobs
 from paceline.backends.torch.step import TorchSampler, TorchStep
 from paceline.backends.torch.weights import load_weights
+from paceline.checkpoints.model.adapter import AdapterValues
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.core.outputs import BlockSwap
 
@@ -128,4 +130,9 @@ class TorchLoader:
         # blocks of a model without a cache take no memory
         swapped = min(num_blocks, num_host_blocks) if self.block_bytes else 0
         seconds = swap_seconds(move, swapped, self.block_bytes or 1)
-        return LoadedModel(step, TorchSampler(), token_logprobs, seconds)
+
+        def make_adapter(values: AdapterValues, *, floats: bool) -> TorchAdapter:
+            own = torch.float32 if floats else torch.bfloat16
+            return TorchAdapter(values, dtype=own, device=device)
+
+        return LoadedModel(step, TorchSampler(), token_logprobs, seconds, make_adapter)

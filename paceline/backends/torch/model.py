@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from paceline.backends.torch.adapters import StepAdapters
 from paceline.backends.torch.attention import AttentionBackend, RotaryTable
-from paceline.backends.torch.linear import MLP, Linear
+from paceline.backends.torch.linear import MLP, Adapt, Linear
 from paceline.checkpoints.model.config import ModelConfig
 
 # number of candidates with exact logits; others are too far behind to win by rounding
@@ -121,6 +123,7 @@ class Decoder:
         positions: torch.Tensor,
         sampled: torch.Tensor,
         attention: AttentionBackend,
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor:
         """Run one step for which ``attention`` is prepared.
 
@@ -128,15 +131,16 @@ class Decoder:
             token_ids: int64 [T].
             positions: int64 [T], below the rotary table's length.
             sampled: int64 [S], the tokens whose logits are wanted; may be empty.
+            adapters: of the step's rows; None: no row has one.
 
         Returns:
             logits [S, vocab] in float32.
         """
         if len(sampled) == 0:
-            self._layers(token_ids, positions, attention)
+            self._layers(token_ids, positions, attention, adapters)
             return self._weights.embedding.new_empty((0, self._vocab_size), dtype=torch.float32)
         # the head is the largest product, so it is computed only for rows that sample
-        return self.logits(self.hidden(token_ids, positions, sampled, attention))
+        return self.logits(self.hidden(token_ids, positions, sampled, attention, adapters))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Map the result of ``hidden``, [S, hidden], to logits [S, vocab] in float32."""
@@ -153,12 +157,17 @@ class Decoder:
         positions: torch.Tensor,
         wanted: torch.Tensor,
         attention: AttentionBackend,
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor:
         """Run a step as ``forward`` does, and return the head's input, [S, hidden] in its dtype."""
-        return self._weights.norm(self._layers(token_ids, positions, attention)[wanted])
+        return self._weights.norm(self._layers(token_ids, positions, attention, adapters)[wanted])
 
     def _layers(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        adapters: StepAdapters | None,
     ) -> torch.Tensor:
         """Return the sum of all layers, [T, hidden] in float32."""
         # the sum of all layers stays in float32: in bfloat16 its rounding decides near ties
@@ -170,7 +179,7 @@ class Decoder:
         for index in range(len(self._weights.layers)):
             if index in self._keeps:
                 kept[index] = x.to(self._dtype, copy=True)
-            self.add_layer(index, x, rotations, attention)
+            self.add_layer(index, x, rotations, attention, adapters=adapters)
         if len(self._weights.layers) in self._keeps:
             kept[len(self._weights.layers)] = x.to(self._dtype, copy=True)
         self.kept = [kept[layer] for layer in self._keeps]
@@ -187,12 +196,14 @@ class Decoder:
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionBackend,
         wanted: torch.Tensor | None = None,
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor:
         """Add a layer's output to ``x``, [T, hidden] in float32, in place, and return ``x``. With
         ``wanted``, leave ``x`` and return a copy of these rows with the output added."""
         layer, share = self._weights.layers[index], self._config.residual_scale
         table = self._table_of[index]
-        qkv = self._qkv(layer, self._normed(layer.input_norm, x))
+        own = None if adapters is None else partial(adapters.add, index)
+        qkv = self._qkv(layer, self._normed(layer.input_norm, x), own)
         if table is not None:
             heads = qkv[:, : self._heads + self._kv_heads]
             self._tables[table].rotate_(heads, rotations[table])
@@ -201,11 +212,13 @@ class Decoder:
             x, attended = x[wanted], attended[wanted]
             if not len(x):
                 return x
-        attended = layer.output(attended)
+        given, attended = attended, layer.output(attended)
+        if own is not None:
+            own("self_attn.o_proj", given, attended)
         if layer.attention_output_norm is not None:
             attended = layer.attention_output_norm(attended)
         x.add_(attended, alpha=share)
-        inner = layer.mlp(self._normed(layer.mlp_norm, x))
+        inner = layer.mlp(self._normed(layer.mlp_norm, x), own)
         if layer.mlp_output_norm is not None:
             inner = layer.mlp_output_norm(inner)
         return x.add_(inner, alpha=share)
@@ -229,10 +242,16 @@ class Decoder:
         exact = torch.einsum("sh,skh->sk", x.float(), rows)
         return logits.scatter_(1, best, exact)
 
-    def _qkv(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+    def _qkv(self, layer: LayerWeights, x: torch.Tensor, adapt: Adapt | None) -> torch.Tensor:
         """Return queries and keys, unrotated, and values: [T, heads + 2 * kv_heads, head_dim]."""
         heads = self._heads + self._kv_heads
-        qkv = layer.qkv(x).view(-1, heads + self._kv_heads, self._head_dim)
+        flat = layer.qkv(x)
+        if adapt is not None:
+            queries, keys = self._heads * self._head_dim, self._kv_heads * self._head_dim
+            adapt("self_attn.q_proj", x, flat, 0)
+            adapt("self_attn.k_proj", x, flat, queries)
+            adapt("self_attn.v_proj", x, flat, queries + keys)
+        qkv = flat.view(-1, heads + self._kv_heads, self._head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = qkv[:, : self._heads], qkv[:, self._heads : heads]
             if self._config.qk_norm_whole:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.runner.sampling import SampleRow, Samples
+from paceline.backends.torch.adapters import StepAdapters
 from paceline.backends.torch.attention import AttentionBackend, TorchAttention
 from paceline.backends.torch.model import Decoder, DecoderWeights
 from paceline.backends.torch.sampler import sample
@@ -58,6 +59,9 @@ class TorchStep:
             torch.from_numpy(positions).to(self._device),
             torch.from_numpy(sampled).to(self._device),
             self._attention,
+            None
+            if batch.adapters is None
+            else StepAdapters(batch.adapters, batch.counts.tolist(), self._device),
         )
 
     @torch.inference_mode()

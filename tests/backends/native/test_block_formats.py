@@ -22,10 +22,14 @@ from paceline.backends.native import (
 )
 from paceline.backends.native.single_kernels import PackedMatrix
 from paceline.backends.native.tensors import BLOCKS, PACKED
+from paceline.backends.runner.interface import RowAdapter
 from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint, open_gguf
+from paceline.checkpoints.model.adapter import MODULES
 from paceline.errors import ConfigError
 from tests.backends.native.reference import levels
+from tests.backends.native.test_adapters import make_adapter
+from tests.checkpoints.adapters import Pairs, random_pairs
 from tests.checkpoints.builders import llama_metadata
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
@@ -253,15 +257,23 @@ def _file(
 
 
 def _logits(
-    checkpoint: GGUFCheckpoint, dtype: str, kinds: bytes, isa: str | None = None
+    checkpoint: GGUFCheckpoint,
+    dtype: str,
+    kinds: bytes,
+    isa: str | None = None,
+    pairs: Pairs | None = None,
 ) -> NDArray[np.float32]:
     model = NativeModel(
         checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
         NativeSettings(dtype=dtype, kv_dtype="float32", num_blocks=2, threads=2, kinds=kinds,
             isa=isa),
     )  # fmt: skip
-    rows = np.arange(5)
-    out = model.forward(rows * 13 % VOCAB, rows, np.array([0, 5]), np.array([[1, 0]]), rows).copy()
+    rows, adapters = np.arange(5), None
+    if pairs is not None:
+        adapters = [RowAdapter(make_adapter(model, checkpoint.config, pairs), 1.0)]
+    out = model.forward(
+        rows * 13 % VOCAB, rows, np.array([0, 5]), np.array([[1, 0]]), rows, adapters=adapters
+    ).copy()
     model.close()
     return out
 
@@ -291,6 +303,20 @@ def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) ->
         assert kept <= 1.2 * error("int8")
         # what the same file loses if its five and six bits become four
         assert rounded > 1.4 * kept
+
+
+@pytest.mark.parametrize("isa", levels())
+def test_an_adapter_adds_to_every_part_of_a_product(tmp_path: Path, isa: str) -> None:
+    """Queries, keys and values are three matrices in memory here, of two kinds."""
+    checkpoint = _file(tmp_path / "m.gguf", {"0.attn_k": Q.Q6_K, "1.attn_v": Q.Q6_K})
+    kinds = choose_kinds(checkpoint, "gguf").numbers
+    found = random_pairs(checkpoint.config, 8, modules=MODULES[:3])
+    pairs = {key: (4 * a, b) for key, (a, b) in found.items()}
+    exact, plain = (_logits(checkpoint, "float32", b"", isa, each) for each in (pairs, None))
+    rounded = _logits(checkpoint, "q4", kinds, isa, pairs)
+    changed = np.sqrt(((exact - plain) ** 2).mean())
+    assert changed > 0.5 * plain.std()
+    assert np.sqrt(((rounded - exact) ** 2).mean()) < 0.1 * changed
 
 
 @pytest.mark.parametrize("isa", levels())

@@ -1,0 +1,69 @@
+"""LoRA adapters packed for the native kernels. A step names them by sequence (``library.Step``)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.backends.native.library import Owner, check, library
+from paceline.backends.runner.interface import RowAdapter
+from paceline.checkpoints.model.adapter import MODULES, AdapterValues
+
+__all__ = ["NativeAdapter", "step_pointers"]
+
+
+class NativeAdapter(Owner):
+    """An adapter's matrices in panels, in memory of its own.
+
+    Made on any thread, also while the model runs; each call of the library is a small part of the
+    work and releases the interpreter lock.
+
+    Args:
+        model: handle of the model, whose matrices it adds to.
+        layers: of the model.
+        floats: values are kept in float32; False: in bfloat16.
+
+    Raises:
+        ConfigError: the model lacks a matrix that the adapter adds to.
+    """
+
+    _FREE = "paceline_adapter_destroy"
+
+    def __init__(self, model: int, layers: int, values: AdapterValues, *, floats: bool) -> None:
+        self._library = library()
+        ranks = np.zeros((layers, len(MODULES)), dtype=np.int64)
+        scales = np.zeros((layers, len(MODULES)), dtype=np.float32)
+        places = [(pair.layer, MODULES.index(pair.module)) for pair, _, _ in values.pairs]
+        for place, (pair, _, _) in zip(places, values.pairs, strict=True):
+            ranks[place], scales[place] = pair.rank, pair.scale
+        self._handle = self._library.paceline_adapter(
+            model, ranks.ctypes.data, scales.ctypes.data, int(floats)
+        )
+        if self._handle is None:
+            check(-1)
+        for place, (_, a, b) in zip(places, values.pairs, strict=True):
+            a, b = (np.ascontiguousarray(each, dtype=np.float32) for each in (a, b))
+            check(
+                self._library.paceline_adapter_set(
+                    self.handle, *place, a.ctypes.data, b.ctypes.data
+                )
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its matrices."""
+        return int(self._library.paceline_adapter_bytes(self.handle))
+
+
+def step_pointers(
+    rows: Sequence[RowAdapter | None],
+) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_float]]:
+    """Return ``adapters`` and ``adapter_scales`` of a step, which must outlive it."""
+    handles = (ctypes.c_void_p * len(rows))()
+    scales = (ctypes.c_float * len(rows))()
+    for index, row in enumerate(rows):
+        if row is not None:
+            handles[index], scales[index] = row.adapter.handle, row.scale
+    return handles, scales
