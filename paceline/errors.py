@@ -9,6 +9,7 @@
     │   ├── UnknownModelError     no such model here                          -> 404
     │   └── QueueFullError        admission says no for now                   -> 429 + Retry-After
     ├── CheckpointError           a model file is missing, malformed or unsafe
+    ├── AdapterRoomError          an adapter does not fit next to those in use  -> 507
     ├── ConfigError               flags that contradict each other or the machine
     └── EngineError               the engine's fault
         ├── RequestFailedError    one request failed inside the engine        -> 500
@@ -23,10 +24,10 @@ The HTTP status codes are applied in one place: ``paceline/http/errors.py``.
 from typing import Final
 
 __all__ = [
-    "NAN_LOGITS", "NOTHING_LEFT", "CheckpointError", "ConfigError", "EngineDeadError",
-    "EngineDrainingError", "EngineError", "EngineLostError", "InvalidRequestError",
-    "NeverFitsError", "PacelineError", "PoisonedRequestError", "QueueFullError", "RequestError",
-    "RequestFailedError", "UnknownModelError",
+    "NAN_LOGITS", "NOTHING_LEFT", "AdapterRoomError", "CheckpointError", "ConfigError",
+    "EngineDeadError", "EngineDrainingError", "EngineError", "EngineLostError",
+    "InvalidRequestError", "NeverFitsError", "PacelineError", "PoisonedRequestError",
+    "QueueFullError", "RequestError", "RequestFailedError", "UnknownModelError",
 ]  # fmt: skip
 
 
@@ -75,6 +76,10 @@ class QueueFullError(RequestError):
 
 class CheckpointError(PacelineError):
     """A model file is missing, truncated, lies about its contents, or would run code."""
+
+
+class AdapterRoomError(PacelineError):
+    """An adapter does not fit into the memory for adapters next to those that requests use."""
 
 
 class ConfigError(PacelineError):

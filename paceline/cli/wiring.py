@@ -23,6 +23,7 @@ from paceline.core.pooling import PoolingInfo
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from paceline.engine.adapters.store import AdapterStore
     from paceline.engine.core import EngineCore
     from paceline.engine.protocol import Tokenizer
     from paceline.engine.types import EngineInfo
@@ -43,6 +44,8 @@ _NULL_BLOCKS = 4096
 _NULL_MODEL_LEN = 8192
 # least bytes for cached prefixes of a small model
 _IDLE_BYTES = 256 * 2**20
+# part of the free memory that adapters get where no number is given
+_ADAPTER_SHARE = 10
 
 
 def build_backend(settings: EngineSettings, *, own_process: bool = False) -> ModelBackend:
@@ -108,6 +111,8 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
     elif settings.scheduler.preemption == "swap":
         # swapping does not move window blocks
         load = replace(load, without_windows="--preemption swap moves whole blocks")
+    if settings.enable_lora:
+        load = replace(load, adapter_bytes=_adapter_bytes(settings))
     draft = draft_of(settings.scheduler.speculative_config, settings.model_path)
     if draft is not None:
         load = replace(load, draft_path=draft[0], draft_dtype=draft[1])
@@ -120,6 +125,34 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
         own_process=own_process,
     )
+
+
+def _adapter_bytes(settings: EngineSettings) -> int:
+    """Return the bytes for adapters."""
+    from paceline.backends.machine.cpu import available_memory
+
+    if settings.lora_bytes is not None:
+        return settings.lora_bytes
+    return available_memory() // _ADAPTER_SHARE
+
+
+def _adapter_store(
+    settings: EngineSettings, backend: ModelBackend, max_bytes: int
+) -> AdapterStore | None:
+    """Return what holds the engine's adapters; None without ``--enable-lora``. Raises ConfigError
+    for a backend that has none."""
+    from paceline.engine.adapters.store import AdapterBackend, AdapterLimits, AdapterStore
+
+    if not settings.enable_lora:
+        return None
+    if not isinstance(backend, AdapterBackend) or backend.info.pooling is not None:
+        raise ConfigError(
+            f"--enable-lora: the backend {backend.info.name} has no adapters for this model"
+        )
+    limits = AdapterLimits(
+        max_bytes, settings.max_cpu_loras, settings.max_lora_rank, settings.lora_dtype
+    )
+    return AdapterStore(backend, limits)
 
 
 def choose_max_model_len(
@@ -218,6 +251,9 @@ def build_core(
     # raises errors before a model is loaded
     FinishedAnswers.of(settings.scheduler.speculative_config)
     load_policy(settings.scheduler.policy)
+    if settings.enable_lora:
+        # chosen once, before weights take memory
+        settings = settings.changed(lora_bytes=_adapter_bytes(settings))
     backend = build_backend(settings, own_process=own_process)
     try:
         info = backend.info
@@ -255,6 +291,7 @@ def build_core(
             pipeline_depth=depth,
             matchers=matchers,
             recorders=recorders,
+            adapters=_adapter_store(settings, backend, settings.lora_bytes or 0),
         )
     except BaseException:
         backend.close()

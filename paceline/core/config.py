@@ -55,6 +55,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     # requests running at once at most
     max_num_seqs: Annotated[int, Range(1)] = 256
+    # different adapters of the requests running at once at most; None: any number
+    max_adapters: Annotated[int | None, Range(1)] = None
     # prompt + output of one request at most
     max_model_len: Annotated[int, Range(1)] = 2048
     # False: every prompt is computed in one step, because its tokens attend to later ones too

@@ -100,6 +100,9 @@ class NewRequest:
     sampling: SamplingParams
     # block table at admission, shared prefix blocks first; the row's new_block_ids is then empty
     block_ids: tuple[int, ...]
+    # the backend's number of its adapter, -1 for none, and the factor on what that adds
+    adapter: int = -1
+    adapter_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,20 @@ class ResumedOutput:
     first_token_time: float
 
 
+class AdapterUse(NamedTuple):
+    """A request's adapter, which the backend holds as long as the request lives."""
+
+    # 32 bytes that are equal only for equal contents and scale
+    key: bytes
+    # the backend's number of it
+    slot: int
+    # factor on what it adds
+    scale: float
+    # bytes that a step reads for it, and products for each token
+    num_bytes: int
+    num_products: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """The caller's request as the engine made it; never changes."""
@@ -75,6 +89,8 @@ class RequestSpec:
     priority: int = 0
     # requests share cached prefix blocks only under the same salt
     cache_salt: str | None = None
+    # None: the model as it is
+    adapter: AdapterUse | None = None
     # id of the request whose prompt this one waits for (n > 1), to share its blocks copy-on-write
     fork_of: str | None = None
     # number of forks of it that will be added next: the queue takes all of them or none

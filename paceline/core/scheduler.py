@@ -30,6 +30,7 @@ from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.request_admission import Expired, RequestAdmission
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import FcfsPolicy
+from paceline.core.predict.step_time import NO_ADAPTERS
 from paceline.core.queues.fair_queue import TenantWeights
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import SchedulerStats
@@ -90,6 +91,8 @@ class Scheduler:
         # conditions of the newest plan with rows
         self.note: StepNote | None = None
         self._num_added = self._num_steps = 0
+        # requests with an adapter that have not ended, and what the last step's adapters cost
+        self._num_adapted, self._adapters = 0, NO_ADAPTERS
         self._rest()
 
     # ------------------------------------------------------------------ events in
@@ -105,6 +108,7 @@ class Scheduler:
         request.order = (request.key, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
+        self._num_adapted += request.asked.adapter is not None
         if self._tenants is not None:
             self._tenants.on_arrival(request.asked.tenant)
         if request.targets.has_targets or request.best_effort:
@@ -162,6 +166,8 @@ class Scheduler:
             self._expired += self._admission.drop(now, self._finish)
         if self.valve.threshold < 1.0:
             self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
+        if self._num_adapted:
+            self.step_time.expect_adapters(self._adapters)
         starts = self._steps.starts(now)
         self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held = self.wake_at is not None
@@ -184,9 +190,14 @@ class Scheduler:
         )  # fmt: skip
         self._num_steps += 1
         shape, alone = step.shape, step.ordinary_seconds
+        if self._num_adapted:
+            self._adapters = step.adapter_work()
+            self.step_time.expect_adapters(self._adapters)
         making = self._speculation.making_seconds if self._speculation is not None else 0.0
         seconds = self.step_time.predict(shape) + making
-        self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone, making)
+        self._steps.push(
+            plan.step_id, step.requests, shape, starts, seconds, alone, making, self._adapters
+        )  # fmt: skip
         self._last.version += 1
         waiting = len(self._waiting) + (len(self._forks) if self._forks.by_parent else 0)
         self.note = StepNote(
@@ -254,6 +265,10 @@ class Scheduler:
         self.kv.free(request, forget=reason is FinishReason.ERROR)
         self.kv.host.forget(request)
         del self._requests[request.request_id]
+        self._num_adapted -= request.asked.adapter is not None
+        if not self._num_adapted:
+            self._adapters = NO_ADAPTERS
+            self.step_time.expect_adapters(NO_ADAPTERS)
         if self._tenants is not None:
             self._tenants.on_finish(request.asked.tenant)
         if not self._requests:

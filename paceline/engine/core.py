@@ -21,6 +21,7 @@ from paceline.core.pacing.request_admission import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.stats import SchedulerStats
+from paceline.engine.adapters.store import AdapterStore
 from paceline.engine.finished_answers import FinishedAnswers
 from paceline.engine.recorder import Recorder, Recorders
 from paceline.errors import ConfigError, EngineDeadError
@@ -44,6 +45,7 @@ class EngineCore:
             them is the timeline for viewers.
         matchers: compiles grammars, owned from here on; None: structured output is not served.
         drafter: makes the source of a request's draft tokens; None: as configured.
+        adapters: of the backend, owned from here on; None: requests have none.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class EngineCore:
         recorders: Sequence[Recorder] = (),
         matchers: MatcherSource | None = None,
         drafter: DrafterMaker | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         _check_matches(backend.info, scheduler, cache, drafter)
         if pipeline_depth < 1:
@@ -65,7 +68,7 @@ class EngineCore:
             if not isinstance(backend, ConstrainedBackend):
                 raise ConfigError(f"the backend {backend.info.name} cannot apply grammars")
             backend.constrain(matchers)
-        self.matchers = matchers
+        self.matchers, self.adapters = matchers, adapters
         self.scheduler = Scheduler(scheduler, cache, speculation=partial(Drafts, make=drafter))
         self._backend = backend
         self._depth = pipeline_depth
@@ -205,6 +208,8 @@ class EngineCore:
             self._in_flight.popleft()[2].exception()
         if self.matchers is not None:
             self.matchers.close()
+        if self.adapters is not None:
+            self.adapters.close()
         self._backend.close()
         if self._recorder is not None:
             self._recorder.close()

@@ -53,7 +53,10 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
         RequestError: refused; the engine holds nothing of this request.
     """
     _check_token_ids(request, core.info.vocab_size)
-    salt = request.cache_salt
+    salt, adapter = request.cache_salt, None
+    if request.adapter is not None:
+        assert core.adapters is not None, "a request with an adapter was let in without any"
+        adapter = core.adapters.use_of(request.request_id)
     if request.sampling.prompt_logprobs is not None:
         # logits of cached positions are not computed, so such a prompt must share nothing; no two
         # requests have this id at the same time
@@ -62,7 +65,9 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
     # no drafts from answers if blocks are not shared, or the caller wants no drafts or storage
     shares = request.sampling.prompt_logprobs is None
     if answers is not None and shares and request.store and request.max_draft_tokens:
-        drafter = answers.drafter(request.tenant, salt)
+        drafter = answers.drafter(
+            request.tenant, salt if adapter is None else f"{adapter.key.hex()} {salt}"
+        )
     added: list[str] = []
     is_new = request.resume is None
     for index in open_choices(request):
@@ -75,6 +80,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
                 arrival_time=request.arrival_time,
                 priority=request.priority,
                 cache_salt=salt,
+                adapter=adapter,
                 slo=request.slo,
                 tenant=request.tenant,
                 fork_of=choice_id(request.request_id, 0) if index and is_new else None,

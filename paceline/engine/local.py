@@ -24,7 +24,7 @@ from paceline.engine.process.messages import (
     TimelineNews,
 )
 from paceline.engine.protocol import Sink, Tokenizer
-from paceline.engine.types import EngineInfo, GenerationOutput, GenerationRequest
+from paceline.engine.types import AdapterStatus, EngineInfo, GenerationOutput, GenerationRequest
 
 __all__ = ["LocalEngineClient"]
 
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 class LocalEngineClient(EngineFrontend):
     """An engine on a thread.
 
-    Made on any thread; bound to the event loop of the first ``generate``, and used on that one from
-    then on. ``close`` also works before any ``generate``.
+    Made on any thread; bound to the event loop of the first ``generate`` or ``load_adapter``, and
+    used on that one from then on. ``close`` also works before any ``generate``.
 
     Args:
         core: owned from here on; its thread alone touches it.
@@ -65,15 +65,23 @@ class LocalEngineClient(EngineFrontend):
     async def generate(
         self, request: GenerationRequest, sink: Sink | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
+        self._bind()
+        outputs = super().generate(request, sink)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+        self._bind()
+        return await super().load_adapter(key, path)
+
+    def _bind(self) -> None:
+        """Take messages on the running event loop from now on."""
         loop = asyncio.get_running_loop()
         if self._event_loop is None or self._event_loop.is_closed():
             self._event_loop = loop
         elif self._event_loop is not loop:
             raise RuntimeError("a LocalEngineClient serves one event loop at a time")
-        outputs = super().generate(request, sink)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                yield output
 
     async def close(self) -> None:
         self.on_dead = None

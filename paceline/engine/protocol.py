@@ -5,10 +5,11 @@ Both have fakes in the library (``paceline.engine.testing``), so a server is tes
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from paceline.engine.types import (
+    AdapterStatus,
     EngineFaults,
     EngineInfo,
     EngineStats,
@@ -17,7 +18,7 @@ from paceline.engine.types import (
 )
 from paceline.errors import EngineDeadError
 
-__all__ = ["EngineClient", "Sink", "Tokenizer"]
+__all__ = ["AdapterClient", "EngineClient", "Sink", "Tokenizer"]
 
 # The fast path of an output: called on the event loop as soon as the output exists, instead of
 # waking the iterator's reader. True: accepted, the iterator will not yield it. False: the iterator
@@ -107,6 +108,22 @@ class Tokenizer(Protocol):
         Raises InvalidRequestError when the template refuses the messages or there is none.
         The text already holds the special tokens: encode it with ``add_special_tokens=False``.
         """
+
+
+@runtime_checkable
+class AdapterClient(Protocol):
+    """An EngineClient whose engine serves adapters (``EngineInfo.adapter_bytes``)."""
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterStatus]:
+        """Latest news of each adapter by key; never waits."""
+
+    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+        """Check and load an adapter; return once it is resident, or has failed. ``key`` was not
+        used before. Raises EngineError if the engine ends meanwhile."""
+
+    def unload_adapter(self, key: str) -> None:
+        """Forget an adapter: its memory goes with the last request that uses it."""
 
 
 class EngineClient(Protocol):

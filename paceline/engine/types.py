@@ -22,6 +22,7 @@ from paceline.core.stats import SchedulerStats
 
 __all__ = [
     "TOO_AMBIGUOUS",
+    "AdapterStatus",
     "ChoiceDelta",
     "ClassUse",
     "EngineFaults",
@@ -108,6 +109,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     store: bool = True
     # None: the request starts here
     resume: Resume | None = None
+    # key of a registered adapter, None for the model as it is, and the factor on what it adds
+    adapter: str | None = None
+    adapter_scale: float = 1.0
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, tag="adapter", array_like=True):
+    """News of one adapter, also as a message."""
+
+    key: str
+    # "resident"; "registered", not in memory now; "failed"; "gone", unloaded
+    status: str
+    num_bytes: int = 0
+    # most ranks of a module
+    rank: int = 0
+    # why it failed, and the name of the error's class
+    error: str = ""
+    kind: str = ""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -178,6 +196,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_waiting: int | None = None
     # None: the engine generates tokens
     pooling: PoolingInfo | None = None
+    # bytes for adapters; 0: the engine has none
+    adapter_bytes: int = 0
 
 
 class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,8 +43,10 @@ __all__ = [
 ]
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
-# these paths show all callers' requests
-ADMIN_PATHS: Final = frozenset({"/metrics", "/slots", "/status"})
+# these paths show all callers' requests, or change what all callers find
+ADMIN_PATHS: Final = frozenset(
+    {"/metrics", "/slots", "/status", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+)
 # paths below it change the server
 ADMIN_PREFIX: Final = "/admin/"
 # requests of the page about all callers' requests

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 import paceline
 from paceline.engine.protocol import EngineClient
 from paceline.http.web import add_web_middleware
+from paceline.server.apis.adapters import adapter_router
 from paceline.server.apis.info import info_router
 from paceline.server.apis.llama_cpp.routes import llama_router
 from paceline.server.apis.ollama.routes import ollama_router
@@ -68,6 +69,7 @@ def create_app(
     app.include_router(vector_router(service))
     app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
+    app.include_router(adapter_router(service))
     if config.ui and page is not None:
         app.include_router(page(service))
 

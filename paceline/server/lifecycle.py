@@ -26,8 +26,9 @@ import uvicorn
 from fastapi import APIRouter
 
 from paceline.engine.protocol import EngineClient
-from paceline.errors import EngineDeadError, EngineLostError
+from paceline.errors import ConfigError, EngineDeadError, EngineLostError, InvalidRequestError
 from paceline.http.connections import Connection, allow_open_files
+from paceline.http.errors import HttpError
 from paceline.http.listening import bind
 from paceline.server.app import batches_of, create_app, service_of
 from paceline.server.batches.folder import Batches
@@ -77,6 +78,11 @@ async def serve(
         app = create_app(client, config, page=page)
         service = service_of(app)
         life = _Life(service, app, batches_of(app), listener)
+        if service.adapters is not None:
+            try:
+                await service.adapters.load_given()
+            except (InvalidRequestError, HttpError) as error:
+                raise ConfigError(f"--lora-modules: {error}") from None
         async with exporting(service.metrics, metrics_listener):
             return await life.run(on_ready)
     finally:

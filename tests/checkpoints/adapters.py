@@ -38,7 +38,7 @@ def random_pairs(
 
     for layer in range(config.num_hidden_layers):
         shapes = module_shapes(config, layer)
-        for module in set(modules) & set(shapes):
+        for module in filter(shapes.__contains__, modules):
             outputs, inputs = shapes[module]
             pairs[layer, module] = some(rank, inputs), some(outputs, rank)
     return pairs

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from paceline.backends.drafting.draft_model import DraftPlan
+from paceline.backends.loading.adapter import ModelAdapters, PlannedAdapter
 from paceline.backends.loading.draft import choose_draft
 from paceline.backends.loading.plan import (
     LoadPlan,
@@ -42,7 +43,7 @@ from paceline.core.config import SchedulerConfig
 from paceline.core.grammar import MatcherSource
 from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import SchedulerOutput, StepResult
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError
 
 __all__ = [
     "PoolSizes",
@@ -65,6 +66,10 @@ class Runner(Protocol):
     def constrain(self, matchers: MatcherSource, thread: Executor) -> None: ...
 
 
+# what runs plans, its description, and its adapters; None: a pooled model has none
+Loaded: TypeAlias = tuple[Runner, BackendInfo, ModelAdapters | None]
+
+
 class WorkerBackend:
     """A ``core.backend.ModelBackend`` that runs plans on its own thread, of everything that runs a
     model. All of a model's work is done on that thread, loading included. Two backends in one
@@ -74,12 +79,12 @@ class WorkerBackend:
         build: called on the thread; the constructor raises what it raises.
     """
 
-    def __init__(self, build: Callable[[], tuple[Runner, BackendInfo]]) -> None:
+    def __init__(self, build: Callable[[], Loaded]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="paceline-model")
         self._mask_thread: ThreadPoolExecutor | None = None
         self._runner: Runner | None = None
         try:
-            self._runner, self._info = self._executor.submit(build).result()
+            self._runner, self._info, self._adapters = self._executor.submit(build).result()
         except BaseException:
             self._executor.shutdown()
             raise
@@ -98,6 +103,22 @@ class WorkerBackend:
         assert self._runner is not None, "constrain() after close()"
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-masks")
         self._runner.constrain(matchers, self._mask_thread)
+
+    def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> PlannedAdapter:
+        """Implement ``AdapterBackend.open_adapter``. Raises CheckpointError where the model has no
+        adapters."""
+        if self._adapters is None:
+            raise CheckpointError(f"{path}: a model that is pooled has no adapters")
+        return self._adapters.open(path, max_rank, dtype)
+
+    def load_adapter(self, slot: int, opened: PlannedAdapter) -> tuple[str, int]:
+        assert self._adapters is not None, "opened without adapters"
+        return self._adapters.load(slot, opened)
+
+    def drop_adapter(self, slot: int) -> None:
+        if self._adapters is not None and self._runner is not None:
+            # behind the plans that may name it
+            self._executor.submit(self._adapters.drop, slot)
 
     def close(self) -> None:
         # cleared first: from now on a submitted plan is an error, while queued ones still run
@@ -137,15 +158,13 @@ def load_backend(
     return WorkerBackend(lambda: _load(checkpoint_path, settings, limits, own_process))
 
 
-def _load(
-    path: Path, settings: BackendSettings, limits: BatchLimits, own_process: bool
-) -> tuple[Runner, BackendInfo]:
+def _load(path: Path, settings: BackendSettings, limits: BatchLimits, own_process: bool) -> Loaded:
     """Load the model on the thread that will compute: open it, settle its plan, size its memory,
     read its weights."""
     started = time.monotonic()
     opened = open_model(path, settings.runner, settings.convert)
     if isinstance(opened, OpenedEncoder):
-        return load_encoder(opened, settings, limits, own_process)
+        return *load_encoder(opened, settings, limits, own_process), None
     was_opened = time.monotonic()
     plan = settle_plan(path, opened, settings, limits, own_process)
     loader = choose_loader(plan)
@@ -167,7 +186,7 @@ def _load(
     if plan.pooling is not None:
         assert isinstance(loaded.model, HiddenModel)
         dimensions = settings.matryoshka_dimensions
-        return make_runner(loaded.model, plan.pooling, plan.checkpoint, dimensions, info)
+        return *make_runner(loaded.model, plan.pooling, plan.checkpoint, dimensions, info), None
     runner = ModelRunner(
         loaded,
         vocab_size=info.vocab_size,
@@ -176,7 +195,11 @@ def _load(
         max_model_len=plan.max_model_len,
         draft=drafting,
     )
-    return runner, info
+    adapters = None
+    if loaded.make_adapter is not None:
+        config = plan.checkpoint.config
+        adapters = ModelAdapters(config, loaded.make_adapter, runner.adapters, info.dtype)
+    return runner, info, adapters
 
 
 def _describe_weights(plan: LoadPlan) -> str:
@@ -343,7 +366,12 @@ def choose_blocks(
         block_size=settings.block_size,
         max_num_seqs=max_num_seqs,
         max_model_len=plan.max_model_len,
-        free_bytes=max(0, memory.free_bytes - (0 if draft is None else draft.weight_bytes)),
+        free_bytes=max(
+            0,
+            memory.free_bytes
+            - settings.adapter_bytes
+            - (0 if draft is None else draft.weight_bytes),
+        ),
         share=memory.share,
     )
 

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 
 __all__ = ["BackendSettings", "BatchLimits"]
 
-_RANGES: Final = {"block_size": Range(1)}
+_RANGES: Final = {"block_size": Range(1), "adapter_bytes": Range(0)}
 
 
 class BatchLimits(NamedTuple):
@@ -66,6 +66,8 @@ class BackendSettings:
     # bytes of host memory for swapped KV blocks; None: half the KV pool's size, taken as it is
     # used; on CUDA 4 GiB at most, pinned at once
     swap_bytes: int | None = None
+    # bytes for adapters, set aside before the KV pool is sized
+    adapter_bytes: int = 0
     # reason why layers with a sliding window get no window blocks, for the ready line; empty: they
     # may get some, see ``load.choose_windows``
     without_windows: str = ""

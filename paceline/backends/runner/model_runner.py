@@ -23,8 +23,10 @@ from paceline.backends.runner.drafting import Drafting, DraftRow, Made
 from paceline.backends.runner.interface import (
     AttentionBatch,
     Likeliest,
+    LoadedAdapter,
     LoadedModel,
     Logits,
+    RowAdapter,
     WindowedModel,
 )
 from paceline.backends.runner.sampling import PreparedSampling, PromptLogprobs, SampleRow
@@ -61,6 +63,8 @@ class _Slot:
     """State of one request besides its row in the arrays."""
 
     __slots__ = (
+        "adapter",
+        "adapter_scale",
         "constraint",
         "draft_sampling",
         "drafting_failed",
@@ -77,6 +81,7 @@ class _Slot:
         self.index = index
         self.num_prompt_tokens = new.num_prompt_tokens
         self.num_blocks = len(new.block_ids)
+        self.adapter, self.adapter_scale = new.adapter, new.adapter_scale
         # whether none of its rows has run yet
         self.is_new = True
         # reason for which its rows yield no tokens; None: they do
@@ -118,6 +123,8 @@ class ModelRunner:
     ) -> None:
         # public, so that callers can see what computes
         self.model = loaded.model
+        # by the number that plans name; others than the model's thread may add to it
+        self.adapters: dict[int, LoadedAdapter] = {}
         self._sampler = loaded.sampler
         self._score = loaded.score
         self._draft = draft
@@ -311,7 +318,7 @@ class ModelRunner:
         logits = self.model.forward(
             token_ids.astype(np.int64),
             positions,
-            AttentionBatch(starts, counts, tables),
+            AttentionBatch(starts, counts, tables, self._adapters_of(slots)),
             needed,
             needs_logits=bool(asked or masks)
             or any(slots[r].sampling.reads_logits for r in sampling),
@@ -329,6 +336,17 @@ class ModelRunner:
             likeliest = None if likeliest is None else likeliest[own]
         forbidden = masks.result() if masks else {}
         return self._sample(rows, slots, draws, drafts, logits, likeliest, forbidden)
+
+    def _adapters_of(self, slots: Sequence[_Slot]) -> list[RowAdapter | None] | None:
+        """Return the adapter of each row; None: no row has one."""
+        if not self.adapters or all(slot.adapter < 0 for slot in slots):
+            return None
+        return [
+            RowAdapter(self.adapters[slot.adapter], slot.adapter_scale)
+            if slot.adapter >= 0
+            else None
+            for slot in slots
+        ]
 
     def _start_masks(
         self,

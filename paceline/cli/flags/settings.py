@@ -60,6 +60,13 @@ class EngineSettings:
     timeline: bool = False
     # "text" or "json"
     log_format: str = "text"
+    # adapters are served, in this number of bytes (None: a tenth of the memory that is free), and
+    # at most this number of them in memory; ranks of a module; format of their values
+    enable_lora: bool = False
+    lora_bytes: int | None = None
+    max_cpu_loras: int | None = None
+    max_lora_rank: int | None = None
+    lora_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         load = self.load

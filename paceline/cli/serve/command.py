@@ -16,6 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from paceline.cli.flags.adapter_options import (
+    adapter_config,
+    adapter_settings,
+    add_adapter_options,
+)
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.explicit_flags import given_flags
 from paceline.cli.flags.limit_options import add_limit_options, limit_settings
@@ -85,6 +90,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add_limit_options(parser)
     add_engine_options(parser)
     add_admission_options(parser)
+    add_adapter_options(parser)
     add_batch_options(parser)
     parser.set_defaults(run=run, given=partial(given_flags, parser))
 
@@ -104,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ssl_certfile is not None:
         # checked before a model is fetched and loaded
         check_tls_files(args.ssl_certfile, args.ssl_keyfile)
+    adapters = adapter_settings(args)
     api_keys = _api_keys(args.api_key_file)
     # a taken port is found before a model is fetched and loaded
     with contextlib.ExitStack() as sockets:
@@ -117,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         if not api_keys:
             _warn_if_reachable(listener)
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
+        settings = settings.changed(**adapters)
         # an engine publishes its timeline only if the server shows it
         kept = args.ui and args.timeline and args.timeline_history > 0
         settings = replace(settings, timeline=kept)
@@ -165,6 +173,7 @@ def _server_config(
             choices=_what_if_choices,
         ),
         batches=batch_config(args, port),
+        adapters=adapter_config(args),
         given=args.given(args),
     )
 

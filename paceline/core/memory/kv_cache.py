@@ -28,7 +28,7 @@ from paceline.core.memory.host_blocks import HostBlocks
 from paceline.core.memory.interface import Extension
 from paceline.core.memory.windows import WindowBlocks
 from paceline.core.outputs import BlockCopy
-from paceline.core.request import Request
+from paceline.core.request import AdapterUse, Request
 
 __all__ = ["KVCacheManager", "blocks_for", "hash_block"]
 
@@ -60,10 +60,13 @@ def _tokens(request: Request, start: int, stop: int) -> list[int]:
     return prompt_token_ids[start:] + request.output_token_ids[: stop - prompt]
 
 
-def root_hash(cache_salt: str | None) -> bytes:
-    """Return the parent hash of a first block; sequences share blocks only under the same salt."""
+def root_hash(cache_salt: str | None, adapter: AdapterUse | None = None) -> bytes:
+    """Return the parent hash of a first block; sequences share blocks only under the same salt and
+    adapter. A name is no part of it: an adapter that is loaded again may have other contents."""
     salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
-    return sha256(b"paceline-prefix" + salt).digest()
+    # keys have one length, so no salt looks like a key
+    key = b"" if adapter is None else b"\x02" + adapter.key
+    return sha256(b"paceline-prefix" + key + salt).digest()
 
 
 _UNCHANGED = Extension((), None)
@@ -259,11 +262,14 @@ class KVCacheManager:
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         hashes = request.block_hashes
-        parent = hashes[-1] if hashes else root_hash(request.asked.cache_salt)
+        parent = hashes[-1] if hashes else self._root(request)
         size = self.block_size
         for start in range(len(hashes) * size, count * size, size):
             parent = hash_block(parent, _tokens(request, start, start + size))
             hashes.append(parent)
+
+    def _root(self, request: Request) -> bytes:
+        return root_hash(request.asked.cache_salt, request.asked.adapter)
 
     def _tail_is_shared(self, request: Request) -> bool:
         index = request.num_computed_tokens // self.block_size

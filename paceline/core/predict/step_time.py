@@ -1,11 +1,13 @@
 """Seconds that a step will take, by its contents: fitted online, used by all predictions.
 
-The model is linear in six features (DistServe's, OSDI'24, with the terms of mixed batches)::
+The model is linear in six features (DistServe's, OSDI'24, with the terms of mixed batches), and in
+two of adapters::
 
-    t = a0 + a1*T + a2*SUM_wide n*(s + n/2) + a3*R + a4*SUM_narrow s + a5*[T > 0]
+    t = a0 + a1*T + a2*SUM_wide n*(s + n/2) + a3*R + a4*SUM_narrow s + a5*[T > 0] + a6*B + a7*P
 
 A row is *narrow* when it computes one token and *wide* otherwise; T counts the tokens of wide
-rows, R the narrow rows, s the tokens before a row, n the tokens in it. All coefficients are kept
+rows, R the narrow rows, s the tokens before a row, n the tokens in it; B the bytes of the step's
+adapters, P the products of their rows with them. All coefficients are kept
 at 0 or more, so that more work never predicts less time.
 
 This module does not know requests, the clock, or its callers.
@@ -21,10 +23,10 @@ from typing import Final, NamedTuple
 from paceline.core.outputs import ScheduledRow
 from paceline.core.predict.memory_bound import Hinge
 
-__all__ = ["StepShape", "StepTimeModel"]
+__all__ = ["NO_ADAPTERS", "AdapterWork", "StepShape", "StepTimeModel"]
 
 # brings every feature to about 1 in a busy step, so that one ridge term suits all
-_SCALES: Final = (1.0, 1e-3, 1e-6, 1e-2, 1e-5, 1.0)
+_SCALES: Final = (1.0, 1e-3, 1e-6, 1e-2, 1e-5, 1.0, 1e-8, 1e-8)
 _SIZE: Final = len(_SCALES)
 _RIDGE: Final = 1e-9
 _SWEEPS: Final = 12
@@ -69,8 +71,21 @@ class StepShape(NamedTuple):
             shape = shape.plus(start, num_tokens)
         return shape
 
-    def features(self) -> tuple[float, ...]:
-        return tuple(map(mul, (1.0, *self, 1.0 if self.wide_tokens > 0 else 0.0), _SCALES))
+    def features(self, adapters: AdapterWork) -> tuple[float, ...]:
+        any_wide = 1.0 if self.wide_tokens > 0 else 0.0
+        return tuple(map(mul, (1.0, *self, any_wide, *adapters), _SCALES))
+
+
+class AdapterWork(NamedTuple):
+    """What a step's adapters cost beyond its shape."""
+
+    # bytes of distinct adapters
+    num_bytes: float = 0.0
+    # products of the rows that use them
+    num_products: float = 0.0
+
+
+NO_ADAPTERS: Final = AdapterWork()
 
 
 class StepTimeModel:
@@ -97,6 +112,8 @@ class StepTimeModel:
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._sorted_ratios: list[float] = []
         self._hinge = Hinge(_SIZE)
+        # seconds of the adapters that steps are planned with, part of every prediction
+        self._adapter_seconds = 0.0
         # tokens of wide rows in the largest step that was measured
         self.most_wide_tokens = 0
         self.num_observations = 0
@@ -108,12 +125,16 @@ class StepTimeModel:
 
     def predict(self, shape: StepShape) -> float:
         """Return the expected seconds; 0.0 before the first observation."""
-        constant, per_token, per_key, per_row, per_narrow_key, any_wide = self._rates
+        constant, per_token, per_key, per_row, per_narrow_key, any_wide, *_ = self._rates
         wide_tokens, wide_keys, narrow_rows, narrow_keys = shape
         seconds = constant + per_row * narrow_rows + per_narrow_key * narrow_keys
         if wide_tokens > 0:
             seconds += any_wide + per_token * wide_tokens + per_key * wide_keys
-        return seconds
+        return seconds + self._adapter_seconds
+
+    def expect_adapters(self, work: AdapterWork) -> None:
+        """Predict steps with such adapters from now on."""
+        self._adapter_seconds = sum(map(mul, work, self._rates[6:]))
 
     def row_seconds(self, start: int) -> float:
         """Return the seconds that one more row of one token adds to a step."""
@@ -124,10 +145,13 @@ class StepTimeModel:
         ratios = self._sorted_ratios or [1.0]
         return ratios[min(int(q * len(ratios)), len(ratios) - 1)]
 
-    def observe(self, shape: StepShape, seconds: float) -> float:
+    def observe(
+        self, shape: StepShape, seconds: float, adapters: AdapterWork = NO_ADAPTERS
+    ) -> float:
         """Learn from one measured step. Returns the seconds that had been predicted for it."""
-        features = shape.features()
-        predicted = self.predict(shape)
+        features, expected = shape.features(adapters), self._adapter_seconds
+        self.expect_adapters(adapters)
+        predicted, self._adapter_seconds = self.predict(shape), expected
         if self.ready and predicted > 0.0:
             self._ratios.append(seconds / predicted)
             if self.num_observations >= 64:

@@ -92,6 +92,9 @@ class BatchAdmission:
             return Reason.BUDGET
         if (obstacle := step.obstacle(request)) is not None:
             return obstacle
+        most = self._config.max_adapters
+        if most and request.asked.adapter and not self._has_adapter_slot(request, most):
+            return Reason.SLOTS
         if outlook is None:
             return None if kv.admit(request, beside_others=True) else Reason.MEMORY
         num_shared = kv.num_in_use(request)
@@ -99,6 +102,12 @@ class BatchAdmission:
             return Reason.MEMORY
         outlook.add(request, num_shared)
         return None
+
+    def _has_adapter_slot(self, request: Request, most: int) -> bool:
+        """Whether at most ``most`` adapters run with this request's."""
+        running = {r.asked.adapter.key for r in self._running.requests if r.asked.adapter}
+        assert request.asked.adapter is not None
+        return len(running | {request.asked.adapter.key}) <= most
 
     def _admit(self, step: Step, request: Request) -> None:
         num_tokens = uncached = request.num_tokens - request.num_computed_tokens
@@ -122,7 +131,11 @@ class BatchAdmission:
             history.num_found_tokens = request.num_computed_tokens
         self._waiting.leave(request, step.now)
         self._running.start(request)
+        slot, scale = (
+            (adapter.slot, adapter.scale) if (adapter := request.asked.adapter) else (-1, 1.0)
+        )
         new = NewRequest(
+            adapter=slot, adapter_scale=scale,
             request_id=request.request_id, num_prompt_tokens=request.num_prompt_tokens,
             token_ids=(*request.asked.prompt_token_ids, *request.output_token_ids),
             sampling=request.asked.sampling, block_ids=tuple(request.block_ids),

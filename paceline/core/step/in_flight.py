@@ -13,7 +13,12 @@ from operator import itemgetter
 from typing import Final
 
 from paceline.core.outputs import DRAFT_MODEL, SchedulerOutput, StepResult
-from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import (
+    NO_ADAPTERS,
+    AdapterWork,
+    StepShape,
+    StepTimeModel,
+)
 from paceline.core.request import Request
 
 __all__ = ["StepsInFlight"]
@@ -31,9 +36,11 @@ class StepsInFlight:
 
     def __init__(self, step_time: StepTimeModel, lead_s: float) -> None:
         self._step_time, self._lead_s = step_time, lead_s
-        # with predicted seconds, how many of them go into making draft tokens, and whether the
-        # step ran as planned
-        self._steps: deque[tuple[int, list[Request], StepShape, float, float, bool]] = deque()
+        # with predicted seconds, how many of them go into making draft tokens, and what the adapters
+        # cost; None: the step did not run as planned
+        self._steps: deque[
+            tuple[int, list[Request], StepShape, float, float, AdapterWork | None]
+        ] = deque()
         # when the last of these steps is predicted to end
         self._busy_until = 0.0
         # predicted seconds of steps without best effort, exponentially decayed, and their time
@@ -71,11 +78,12 @@ class StepsInFlight:
         seconds: float,
         ordinary_seconds: float | None,
         making: float = 0.0,
+        adapters: AdapterWork = NO_ADAPTERS,
     ) -> None:
         """Add a planned step; ``requests`` has one entry per row. It is predicted to take
         ``seconds``, ``making`` of them for draft tokens that the backend makes, and
         ``ordinary_seconds`` without its best-effort rows; None: it has none."""
-        self._steps.append((step_id, requests, shape, seconds, making, True))
+        self._steps.append((step_id, requests, shape, seconds, making, adapters))
         self._busy_until = starts + seconds
         self.note_ordinary(starts, seconds if ordinary_seconds is None else ordinary_seconds)
 
@@ -98,12 +106,12 @@ class StepsInFlight:
         self._busy_until -= seconds
         if requests:
             seconds = self._step_time.predict(shape)
-            self._steps.append((step_id, requests, shape, seconds, 0.0, False))
+            self._steps.append((step_id, requests, shape, seconds, 0.0, None))
             self._busy_until += seconds
 
     def pop(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
         """Take in the oldest step's result: learn from it, and return the requests of its rows."""
-        step_id, requests, shape, _, making, as_planned = self._steps.popleft()
+        step_id, requests, shape, _, making, adapters = self._steps.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
         planned = [len(token_ids) for _, token_ids, source in plan.drafts if source == DRAFT_MODEL]
         if planned and (unmade := sum(planned) - sum(len(ids) for _, ids in result.made)):
@@ -113,9 +121,9 @@ class StepsInFlight:
         self.num_decode_tokens += shape.narrow_rows
         # the next step has just begun
         self._busy_until = now + sum(map(_SECONDS, self._steps))
-        if as_planned and result.elapsed > 0.0:
+        if adapters is not None and result.elapsed > 0.0:
             ready = self._step_time.ready
-            predicted = self._step_time.observe(shape, result.elapsed)
+            predicted = self._step_time.observe(shape, result.elapsed, adapters)
             if ready:
                 self.predicted_seconds += predicted + making
                 self.actual_seconds += result.elapsed + result.drafting

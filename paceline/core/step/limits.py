@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from paceline.core.outputs import BlockCopy, NewRequest, ScheduledRow
 from paceline.core.policies import overrides
-from paceline.core.predict.step_time import StepShape
+from paceline.core.predict.step_time import AdapterWork, StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
 from paceline.core.step.displacement import displace
@@ -112,6 +112,16 @@ class Step:
         else:
             self.narrow_rows += 1
             self.narrow_keys += start
+
+    def adapter_work(self) -> AdapterWork:
+        """Return what the adapters of the rows so far cost."""
+        sizes: dict[bytes, int] = {}
+        products = 0
+        for request, row in zip(self.requests, self.rows, strict=True):
+            if (adapter := request.asked.adapter) is not None:
+                sizes[adapter.key] = adapter.num_bytes
+                products += adapter.num_products * row.num_tokens
+        return AdapterWork(sum(sizes.values()), products)
 
     def count_plain(self, num_rows: int, num_keys: int) -> None:
         """Count rows of one token that ``Rows`` added itself; ``num_keys`` tokens precede them."""

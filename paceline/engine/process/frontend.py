@@ -25,13 +25,16 @@ from paceline.engine.process.messages import (
     ClientMessage,
     Dead,
     EngineMessage,
+    LoadAdapter,
     Outputs,
     Refused,
     TimelineNews,
+    UnloadAdapter,
 )
 from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.text.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.types import (
+    AdapterStatus,
     EngineFaults,
     EngineInfo,
     EngineStats,
@@ -142,6 +145,9 @@ class EngineFrontend(abc.ABC):
         self._dead: str | None = None
         # output so far of unfinished requests at the engine's end, for another engine
         self._resumes: dict[str, Resume] = {}
+        # latest news of each adapter, and those who wait for the first of one
+        self.adapters: dict[str, AdapterStatus] = {}
+        self._loads: dict[str, asyncio.Future[AdapterStatus]] = {}
         now = time.monotonic()
         # time of the last message, and of the last progress (or beginning) of work
         self._heard_at = now
@@ -214,6 +220,27 @@ class EngineFrontend(abc.ABC):
     async def abort(self, request_id: str) -> None:
         self._abort(self._processor.unfinished_choices(request_id))
 
+    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+        """Check and load an adapter; return once it is resident, or has failed. ``key`` was not
+        used before. Raises EngineDeadError if the engine ends meanwhile."""
+        self.register_adapter(key, path)
+        done: asyncio.Future[AdapterStatus] = asyncio.get_running_loop().create_future()
+        self._loads[key] = done
+        try:
+            return await done
+        finally:
+            self._loads.pop(key, None)
+
+    def register_adapter(self, key: str, path: str) -> None:
+        """Begin to load an adapter; requests that name it wait for it."""
+        self._raise_if_dead()
+        self._send(LoadAdapter(key, path))
+
+    def unload_adapter(self, key: str) -> None:
+        """Forget an adapter; requests that use it go on."""
+        if self._dead is None:
+            self._send(UnloadAdapter(key))
+
     def check_health(self) -> None:
         self._raise_if_dead()
         now = time.monotonic()
@@ -265,6 +292,8 @@ class EngineFrontend(abc.ABC):
                 self.on_stats(message.stats)
             if message.updates:
                 self._deliver(message, now)
+        elif isinstance(message, AdapterStatus):
+            self._note_adapter(message)
         elif isinstance(message, TimelineNews):
             if self.on_timeline is not None:
                 self.on_timeline(message.frames)
@@ -285,6 +314,9 @@ class EngineFrontend(abc.ABC):
         if self._dead is not None:
             return
         self._dead = reason
+        for load in self._loads.values():
+            if not load.done():
+                load.set_exception(EngineDeadError(reason))
         for request_id, stream in self._streams.items():
             if self._processor.unfinished_choices(request_id):
                 self._resumes[request_id] = self._processor.resume(request_id)
@@ -297,6 +329,15 @@ class EngineFrontend(abc.ABC):
             self.on_dead(EngineDeadError(reason))
 
     # ------------------------------------------------------------------ inside
+
+    def _note_adapter(self, status: AdapterStatus) -> None:
+        if status.status == "gone":
+            self.adapters.pop(status.key, None)
+            return
+        self.adapters[status.key] = status
+        waiting = self._loads.get(status.key)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(status)
 
     def _deliver(self, message: Outputs, now: float) -> None:
         self._processor.note_prompt_logprobs(message.prompt_logprobs)

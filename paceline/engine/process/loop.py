@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.engine.adapters.store import AdapterStore
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.process.in_flight import InFlightFile
@@ -29,10 +30,12 @@ from paceline.engine.process.messages import (
     Add,
     ClientMessage,
     EngineMessage,
+    LoadAdapter,
     Outputs,
     Refused,
     Shutdown,
     TimelineNews,
+    UnloadAdapter,
 )
 from paceline.engine.process.readiness import Readiness
 from paceline.engine.types import ClassUse, EngineInfo, EngineStats, GenerationRequest
@@ -87,7 +90,7 @@ class EngineLoop:
         self._send = send
         self._clock = clock
         self._at_rest = at_rest
-        self._readiness = Readiness(core.matchers)
+        self._readiness = Readiness(core.matchers, core.adapters)
         self._shutdown: Shutdown | None = None
         # updates of aborts, sent with the next step's
         self._updates: list[RequestUpdate] = []
@@ -95,6 +98,8 @@ class EngineLoop:
         self._prompt_tokens = 0
         self._classes: tuple[ClassUse, ...] = ()
         self._next_census = 0.0
+        # whether a request may have ended since leases of adapters were last looked at
+        self._ends = False
 
     def run(self) -> Shutdown:
         """Run until a Shutdown arrives, and return it.
@@ -126,7 +131,8 @@ class EngineLoop:
     def _patience(self, busy: bool, checked: bool) -> float:
         """Return the seconds to wait for a message: 0 while there is something to compute."""
         if not busy:
-            if self._readiness:
+            adapters = self._core.adapters
+            if self._readiness or (adapters is not None and (self._ends or adapters.is_busy)):
                 return _READINESS
             return _BEAT if checked else _QUIET
         wake_at = self._core.wake_at
@@ -134,7 +140,10 @@ class EngineLoop:
 
     def _step(self) -> None:
         self._updates += self._core.step(self._take)
+        if self._core.adapters is not None:
+            self._ends = self._ends or any(each.finish_reason for each in self._updates)
         for expired in self._core.take_expired():
+            self._ends = True
             self._send(Refused.of(request_of(expired.request_id), expired.error))
         self._flush()
 
@@ -147,12 +156,29 @@ class EngineLoop:
                 self._shutdown = message
                 break
             self._handle(message)
+        if self._core.adapters is not None:
+            self._poll_adapters(self._core.adapters)
         if self._readiness:
             self._admit_ready()
         return bool(messages)
 
-    def _handle(self, message: Add | Abort) -> None:
+    def _poll_adapters(self, adapters: AdapterStore) -> None:
+        """End leases of requests that have ended, and take in what was loaded."""
+        if adapters.has_leases and self._ends:
+            live = {request_of(request.request_id) for request in self._core.scheduler.requests}
+            adapters.release_except(live | set(self._readiness.request_ids))
+        self._ends = False
+        if adapters.is_busy or self._readiness:
+            adapters.poll()
+        for news in adapters.take_news():
+            self._send(news)
+
+    def _handle(self, message: Add | Abort | LoadAdapter | UnloadAdapter) -> None:
+        if isinstance(message, (LoadAdapter, UnloadAdapter)):
+            self._change_adapters(message)
+            return
         if isinstance(message, Abort):
+            self._ends = True
             self._updates += self._readiness.abort(message.request_ids)
             self._tell_readiness()
             reason = FinishReason.STOP if message.stopped else FinishReason.ABORT
@@ -165,12 +191,21 @@ class EngineLoop:
                 name, slo = request.request_id, request.slo
                 timeline.door.hold(name, slo.slo_class, request.tenant, request.arrival_time)
 
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        adapters = self._core.adapters
+        assert adapters is not None, "an engine without adapters was sent one"
+        if isinstance(message, LoadAdapter):
+            adapters.register(message.key, message.path)
+        else:
+            adapters.forget(message.key)
+
     @contextmanager
     def _taking_in(self, request: GenerationRequest) -> Iterator[GenerationRequest]:
         """Send a refusal to the caller; any other error ends the engine, blamed on this request."""
         try:
             yield request
         except RequestError as error:
+            self._ends = True
             refused = Refused.of(request.request_id, error)
             self._send(refused)
             if (timeline := self._core.timeline) is not None:
@@ -274,6 +309,7 @@ def engine_info(core: EngineCore, model: str) -> EngineInfo:
         numa_nodes=backend.numa_nodes,
         max_num_waiting=config.max_num_waiting,
         pooling=backend.pooling,
+        adapter_bytes=0 if core.adapters is None else core.adapters.books.max_bytes,
     )
 
 

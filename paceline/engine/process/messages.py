@@ -2,8 +2,8 @@
 
 ::
 
-    client -> engine   Add  Abort  Shutdown
-    engine -> client   Ready  Outputs  TimelineNews  Refused  Dead
+    client -> engine   Add  Abort  LoadAdapter  UnloadAdapter  Shutdown
+    engine -> client   Ready  Outputs  TimelineNews  AdapterStatus  Refused  Dead
 
 ``Outputs`` is the frequent one: one message per step carries the updates of all requests, as arrays
 without field names. Nothing is ever unpickled.
@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from paceline.core.outputs import RequestUpdate, TokenLogprobs
-from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
+from paceline.engine.types import AdapterStatus, EngineInfo, EngineStats, GenerationRequest
 from paceline.errors import (
     CheckpointError,
     ConfigError,
@@ -37,11 +37,13 @@ __all__ = [
     "Dead",
     "EngineMessage",
     "Launch",
+    "LoadAdapter",
     "Outputs",
     "Ready",
     "Refused",
     "Shutdown",
     "TimelineNews",
+    "UnloadAdapter",
     "decode_client_message",
     "decode_engine_message",
     "encode",
@@ -75,6 +77,20 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     request_ids: tuple[str, ...]
     # a stop string ended them: their answers are complete
     stopped: bool = False
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=True):
+    """Check and load an adapter; an AdapterStatus answers."""
+
+    # not used before
+    key: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):
+    """Forget an adapter; its memory goes with the last request that uses it."""
+
+    key: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
@@ -151,8 +167,8 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
         return _START_ERRORS.get(self.kind, EngineDeadError)(self.message)
 
 
-ClientMessage: TypeAlias = Add | Abort | Shutdown
-EngineMessage: TypeAlias = Ready | Outputs | TimelineNews | Refused | Dead
+ClientMessage: TypeAlias = Add | Abort | LoadAdapter | UnloadAdapter | Shutdown
+EngineMessage: TypeAlias = Ready | Outputs | TimelineNews | AdapterStatus | Refused | Dead
 
 _REQUEST_ERRORS: Final[dict[str, type[RequestError]]] = {
     error.__name__: error for error in (InvalidRequestError, NeverFitsError, UnknownModelError)

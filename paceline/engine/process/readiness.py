@@ -1,7 +1,7 @@
-"""Requests that wait for their grammar, outside the scheduler.
+"""Requests that wait for their grammar or their adapter, outside the scheduler.
 
 They hold up no other request: each joins the queue, with its own arrival time, once its grammar is
-compiled. This module does not know how grammars are compiled.
+compiled and its adapter resident. This module does not know how that is done.
 """
 
 from __future__ import annotations
@@ -9,22 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Final
 
 from paceline.core.grammar import Grammar, MatcherSource
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
+from paceline.engine.adapters.store import AdapterStore
 from paceline.engine.fanout import choice_ids
 from paceline.engine.types import GenerationRequest
-from paceline.errors import InvalidRequestError, RequestError
+from paceline.errors import InvalidRequestError, QueueFullError, RequestError
 
 __all__ = ["Readiness"]
+
+# seconds that a request waits for its adapter at most, and after which to try again
+_ADAPTER_LIMIT: Final = 60.0
+_RETRY_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
     request: GenerationRequest
-    grammar: Grammar
-    future: Future[None]
+    # None: there is none, or it is compiled
+    grammar: Grammar | None
+    future: Future[None] | None
     deadline: float
     # time limit, s
     limit: float
@@ -33,8 +40,10 @@ class _Held:
 class Readiness:
     """Requests that wait. Used from the engine's thread."""
 
-    def __init__(self, matchers: MatcherSource | None) -> None:
-        self._matchers = matchers
+    def __init__(
+        self, matchers: MatcherSource | None, adapters: AdapterStore | None = None
+    ) -> None:
+        self._matchers, self._adapters = matchers, adapters
         self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
@@ -43,48 +52,65 @@ class Readiness:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Ids of requests that wait for their grammar."""
+        """Ids of requests that wait."""
         return tuple(self._held)
 
     def hold(self, request: GenerationRequest, now: float) -> bool:
         """Keep a request that has to wait; return False if it need not.
 
-        Raises InvalidRequestError if grammars are not served, or this one was refused before.
+        Raises RequestError if grammars or adapters are not served, or this one was refused before.
         """
-        grammar = request.sampling.grammar
-        if grammar is None:
-            return False
-        if self._matchers is None:
-            raise InvalidRequestError("this engine does not serve structured output", grammar.field)
-        future = self._matchers.prepare(grammar)
-        if future.done():
-            _raise_failure(future, grammar)
-            return False
-        limit = self._matchers.timeout
-        self._held[request.request_id] = _Held(request, grammar, future, now + limit, limit)
-        return True
+        grammar, future, limit = request.sampling.grammar, None, _ADAPTER_LIMIT
+        if grammar is not None:
+            if self._matchers is None:
+                raise InvalidRequestError(
+                    "this engine does not serve structured output", grammar.field
+                )
+            future = self._matchers.prepare(grammar)
+            limit = self._matchers.timeout
+            if future.done():
+                _raise_failure(future, grammar)
+                grammar = future = None
+        waits = future is not None
+        if request.adapter is not None:
+            if self._adapters is None:
+                raise InvalidRequestError("this engine does not serve adapters", "model")
+            name = request.request_id
+            self._adapters.lease(name, request.adapter, request.adapter_scale)
+            if self._adapters.use_of(name) is None:
+                waits, limit = True, max(limit, _ADAPTER_LIMIT)
+        if waits:
+            held = _Held(request, grammar, future, now + limit, limit)
+            self._held[request.request_id] = held
+        return waits
 
     def take(self, now: float) -> list[tuple[GenerationRequest, RequestError | None]]:
         """Return requests whose wait is over, in order of arrival, with refusal or None."""
         over: list[tuple[GenerationRequest, RequestError | None]] = []
         for request_id, held in list(self._held.items()):
             error: RequestError | None = None
-            if held.future.done():
-                try:
-                    _raise_failure(held.future, held.grammar)
-                except RequestError as failure:
-                    error = failure
-            elif now >= held.deadline:
+            try:
+                if not self._is_ready(held):
+                    if now < held.deadline:
+                        continue
+                    error = _late(held)
+            except RequestError as failure:
+                error = failure
+            if error is not None and held.future is not None:
                 held.future.cancel()
-                error = InvalidRequestError(
-                    f"{held.grammar.field}: the grammar was not compiled within {held.limit:.1f} s",
-                    held.grammar.field,
-                )
-            else:
-                continue
             del self._held[request_id]
             over.append((held.request, error))
         return over
+
+    def _is_ready(self, held: _Held) -> bool:
+        """Whether a wait is over. Raises RequestError if what it is for has failed."""
+        if held.future is not None and held.grammar is not None:
+            if not held.future.done():
+                return False
+            _raise_failure(held.future, held.grammar)
+        if held.request.adapter is None or self._adapters is None:
+            return True
+        return self._adapters.use_of(held.request.request_id) is not None
 
     def abort(self, sequence_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End waiting requests with a choice among the ids; return updates of all their choices."""
@@ -94,13 +120,27 @@ class Readiness:
             choices = choice_ids(held.request)
             if ids.isdisjoint(choices):
                 continue
-            held.future.cancel()
+            if held.future is not None:
+                held.future.cancel()
             del self._held[request_id]
             updates += [
                 RequestUpdate(choice, (), None, FinishReason.ABORT, None, 0, 0.0, 0)
                 for choice in choices
             ]
         return tuple(updates)
+
+
+def _late(held: _Held) -> RequestError:
+    if held.future is not None and held.grammar is not None and not held.future.done():
+        return InvalidRequestError(
+            f"{held.grammar.field}: the grammar was not compiled within {held.limit:.1f} s",
+            held.grammar.field,
+        )
+    return QueueFullError(
+        f"there was no room for this request's adapter within {held.limit:.0f} s: try again",
+        _RETRY_S,
+        "queue-full",
+    )
 
 
 def _raise_failure(future: Future[None], grammar: Grammar) -> None:

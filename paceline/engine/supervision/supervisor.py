@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -43,6 +43,7 @@ from paceline.engine.supervision.supervised import (
     fail_wait,
 )
 from paceline.engine.types import (
+    AdapterStatus,
     EngineFaults,
     EngineInfo,
     EngineStats,
@@ -106,6 +107,8 @@ class SupervisedEngineClient:
         self._stats = first.stats
         self._calls: dict[str, Call] = {}
         self._quarantine = Quarantine()
+        # paths of the adapters that were loaded, by key: every engine gets them
+        self._adapters: dict[str, str] = {}
         self._num_engines = 1
         self._replacing: asyncio.Task[None] | None = None
         self._counts = Counts()
@@ -209,6 +212,33 @@ class SupervisedEngineClient:
             await call.engine.client.abort(request_id)
         else:
             fail_wait(call, Aborted())
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterStatus]:
+        """Latest news of each adapter."""
+        return self._latest.adapters
+
+    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+        """Load an adapter as ``EngineFrontend.load_adapter`` does; later engines get it too. Raises
+        EngineLostError if the engine ends meanwhile."""
+        self._raise_if_dead()
+        engine = self._engine
+        if engine is None:
+            raise self._lost()
+        try:
+            status = await engine.client.load_adapter(key, path)
+        except EngineDeadError:
+            self._raise_if_dead()
+            raise self._lost() from None
+        if status.status != "failed":
+            self._adapters[key] = path
+        return status
+
+    def unload_adapter(self, key: str) -> None:
+        """Forget an adapter; requests that use it go on."""
+        self._adapters.pop(key, None)
+        if self._engine is not None:
+            self._engine.client.unload_adapter(key)
 
     def check_health(self) -> None:
         self._raise_if_dead()
@@ -346,6 +376,8 @@ class SupervisedEngineClient:
         client.on_stats = self._note_stats
         client.on_timeline = self._note_timeline
         client.on_dead = lambda error: self._engine_gone(engine, str(error))
+        for key, path in self._adapters.items():
+            client.register_adapter(key, path)
         self._note_stats(client.stats)
         self._wake()
         self._quarantine.open()

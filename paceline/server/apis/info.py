@@ -122,7 +122,12 @@ def info_router(service: Service) -> Routes:
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    """Return a model as vLLM's ``/v1/models`` shows it."""
+    """Return a model or an adapter as vLLM's ``/v1/models`` shows it."""
+    adapter, own = service.rules.adapters.get(name), {}
+    if adapter is not None and service.adapters is not None:
+        news = service.adapters.status_of(name)
+        status = "loading" if news is None else news.status
+        own = {"root": adapter.root, "parent": service.model_name, "status": status}
     return {
         "id": name,
         "object": "model",
@@ -152,6 +157,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
                 "is_blocking": False,
             }
         ],
+        **own,
     }
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 import paceline
 from paceline.core.pooling import EMBED
-from paceline.engine.protocol import EngineClient, Tokenizer
+from paceline.engine.protocol import AdapterClient, EngineClient, Tokenizer
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.errors import EngineDeadError, EngineDrainingError, EngineError, InvalidRequestError
 from paceline.http.keys import KeyRing
@@ -24,6 +24,7 @@ from paceline.http.rate_limits.limiter import RateLimiter, Tally, current_ticket
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import Shortcut
 from paceline.http.slow_readers import SlowReaders
+from paceline.server.generation.adapters import AdapterNames
 from paceline.server.generation.prompts import PromptMaker
 from paceline.server.generation.response_store import ResponseStore
 from paceline.server.generation.run import RunObserver, merged, run_one
@@ -35,6 +36,7 @@ from paceline.server.observability.metrics.server import ServerMetrics
 from paceline.server.observability.tracing import Tracing
 from paceline.server.protocol.earlier_calls import wants_short_ids
 from paceline.server.protocol.requests import RequestRules
+from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.protocol.targets import CLASSES
 from paceline.server.settings.config import ServerConfig
 
@@ -102,6 +104,8 @@ class Service:
     limiter: RateLimiter | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
     under_way: UnderWay = field(default_factory=UnderWay)
+    # None: the engine has no adapters
+    adapters: AdapterNames | None = None
     # the server takes no new generation requests any more
     draining: bool = False
     # why the engine is gone; None while it is there
@@ -317,6 +321,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
     _listen(client, metrics)
     readers = SlowReaders()
     metrics.registry.register(FaultCollector(lambda: client.faults, readers, names[0]))
+    adapters: dict[str, NamedAdapter] = {}
     service = Service(
         client=client,
         config=config,
@@ -345,6 +350,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             else detect_format(template),
             short_call_ids=config.tool_call_parser == "mistral" or wants_short_ids(template),
             thinking=_thinking(client.tokenizer, config.reasoning_parser),
+            adapters=adapters,
         ),
         prompts=PromptMaker(client.tokenizer),
         metrics=metrics,
@@ -354,6 +360,8 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         limiter=_limiter(config, metrics),
         slow_readers=readers,
     )
+    if info.adapter_bytes and isinstance(client, AdapterClient):
+        service.adapters = AdapterNames(client, config.adapters, names, adapters)
     return service
 
 

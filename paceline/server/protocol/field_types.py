@@ -305,14 +305,14 @@ def check_model(model: object, rules: RequestRules) -> str:
     if not rules.serves(name):
         raise UnknownModelError(
             f"The model {show(name)} does not exist here; served: "
-            f"{', '.join(rules.served_model_names)}",
+            f"{', '.join((*rules.served_model_names, *rules.adapters))}",
             "model",
         )
     return name
 
 
 def _models(rules: RequestRules) -> Schema:
-    if rules.listed_models != rules.served_model_names:
+    if rules.adapters or rules.listed_models != rules.served_model_names:
         return schemas.STRING
     return schemas.string(*rules.served_model_names)
 

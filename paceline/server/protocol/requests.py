@@ -26,7 +26,7 @@ from paceline.server.protocol.generation import (
     GenerationBody,
     TemplateBody,
 )
-from paceline.server.protocol.rules import RequestRules
+from paceline.server.protocol.rules import NamedAdapter, RequestRules
 from paceline.server.protocol.sampling_fields import check_logprob_bytes, parse_sampling
 from paceline.server.protocol.targets import parse_slo
 from paceline.server.protocol.tool_calls import ToolPlan, parse_tools
@@ -97,6 +97,8 @@ class GenerationOptions:
     cuts_max_tokens: bool = False
     # names of fields that were not read, as they are shown
     ignored_fields: tuple[str, ...] = ()
+    # the adapter that the request names as its model; None: the model itself
+    adapter: NamedAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,7 @@ def parse_chat(
         # the template writes them itself
         add_special_tokens=False,
         tenant=tenant,
+        model=body.model,
         cuts_max_tokens=cuts_max_tokens,
     )
     last = template.messages[-1]
@@ -215,6 +218,7 @@ def parse_completion(
         tools=None,
         add_special_tokens=True,
         tenant=tenant,
+        model=body.model,
     )
     if options.resume_output_ids and (echo or len(prompts) > 1):
         beside = "echo" if echo else f"{len(prompts)} prompts"
@@ -275,6 +279,7 @@ def _options(
     tools: ToolPlan | None,
     add_special_tokens: bool,
     tenant: str,
+    model: str | None,
     prompt_logprobs: int | None = None,
     cuts_max_tokens: bool = False,
 ) -> GenerationOptions:
@@ -349,6 +354,7 @@ def _options(
         tells_timings=body.timings_per_token,
         cuts_max_tokens=cuts_max_tokens,
         ignored_fields=body.ignored_fields,
+        adapter=rules.adapters.get(model or ""),
     )
 
 

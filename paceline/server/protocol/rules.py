@@ -12,7 +12,22 @@ from paceline.server.model_formats.reasoning import Thinking
 from paceline.server.model_formats.tool_formats import ToolFormat, detect_format
 from paceline.server.protocol.targets import CLASSES
 
-__all__ = ["RequestRules"]
+__all__ = ["NamedAdapter", "RequestRules"]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """What a name of an adapter stands for."""
+
+    name: str
+    # the engine's key of this load
+    key: str
+    # where it was loaded from, as callers may see it
+    root: str
+    # most ranks of a module
+    rank: int = 0
+    # factor on what it adds
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +61,24 @@ class RequestRules:
     max_logprobs: int = MAX_LOGPROBS
     # how the model reasons; None: it does not
     thinking: Thinking | None = None
+    # adapters by the names that requests may use
+    adapters: Mapping[str, NamedAdapter] = field(default_factory=dict)
 
     def serves(self, model: str) -> bool:
         """Return whether a request may name ``model``; ``*`` in a served name is any characters."""
         names = self.served_model_names
-        return model in names or any(
-            fnmatchcase(model, name.replace("[", "[[]").replace("?", "[?]"))
-            for name in names
-            if "*" in name
+        return (
+            model in names
+            or model in self.adapters
+            or any(
+                fnmatchcase(model, name.replace("[", "[[]").replace("?", "[?]"))
+                for name in names
+                if "*" in name
+            )
         )
 
     @property
     def listed_models(self) -> tuple[str, ...]:
-        """The names without a ``*``."""
-        return tuple(name for name in self.served_model_names if "*" not in name)
+        """The names without a ``*``, and then those of adapters."""
+        own = tuple(name for name in self.served_model_names if "*" not in name)
+        return (*own, *self.adapters)

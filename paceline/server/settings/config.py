@@ -25,6 +25,8 @@ from paceline.server.model_formats.tool_formats import TOOL_FORMATS
 __all__ = [
     "MAX_METRICS_TENANTS",
     "MAX_MODEL_NAME_CHARS",
+    "AdapterConfig",
+    "AdapterModule",
     "BatchConfig",
     "GivenSetting",
     "ServerConfig",
@@ -99,6 +101,27 @@ class BatchConfig:
     def __post_init__(self) -> None:
         for _, message in outside(self, _BATCH_RANGES):
             raise ConfigError(f"batches: {message}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModule:
+    """An adapter that a server is started with."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Where adapters come from."""
+
+    modules: tuple[AdapterModule, ...] = ()
+    # requests with a key of scope admin, or all without keys, may load and unload
+    allow_runtime: bool = False
+    # folders, absolute, that requests may load from
+    roots: tuple[Path, ...] = ()
+    # folder in which an unknown model's name is looked for; None: nowhere
+    resolve: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +199,8 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     # share cached prefixes between keys: a caller can then infer what another one has sent
     share_prefix_cache: bool = False
+    # where adapters come from; without effect on an engine that has none
+    adapters: AdapterConfig = AdapterConfig()
     # settings of the server and of its engine that differ from their defaults, for display
     given: tuple[GivenSetting, ...] = field(default=(), compare=False)
 

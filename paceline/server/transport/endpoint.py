@@ -74,7 +74,10 @@ Events: TypeAlias = Callable[
 async def body_of(service: Service, request: Request) -> dict[str, Any]:
     """Read a body and the targets in its headers. Raises EngineDrainingError if the server ends."""
     service.refuse_if_draining()
-    return with_headers(await read_object(request, service.config), request.headers)
+    body = with_headers(await read_object(request, service.config), request.headers)
+    if service.adapters is not None:
+        await service.adapters.resolve(body.get("model"))
+    return body
 
 
 def caller_of(request: Request, body: dict[str, Any]) -> str:

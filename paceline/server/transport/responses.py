@@ -37,7 +37,7 @@ _TEXT: Final = "text models only"
 _SEVERAL: Final = "several requests, n, or /v1/completions with several prompts"
 _RENDERED: Final = "/tokenize renders and tokenises"
 _DEVELOPMENT: Final = "vLLM's own are for development"
-_ADAPTERS: Final = "no adapters yet"
+_ADAPTERS: Final = "a request's model field names its adapter"
 
 # by path: the method, and why it is missing or what replaces it
 UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
@@ -64,7 +64,6 @@ UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
         ("/v1/chat/completions/batch", "/v1/decisions", "/generative_scoring"), ("POST", _SEVERAL)
     ),
     **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), ("POST", _RENDERED)),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), ("POST", _ADAPTERS)),
     **dict.fromkeys(
         (
             "/sleep",

@@ -8,7 +8,12 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.outputs import DRAFT_MODEL, Draft, SchedulerOutput, StepResult
-from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import (
+    NO_ADAPTERS,
+    AdapterWork,
+    StepShape,
+    StepTimeModel,
+)
 from paceline.core.step.in_flight import StepsInFlight
 from paceline.speculation.draft_tokens import NGRAM, UNMADE
 from tests.driving import make_request
@@ -90,9 +95,11 @@ def test_a_step_teaches_what_ran_of_it() -> None:
     shapes = []
 
     class Told(StepTimeModel):
-        def observe(self, shape: StepShape, seconds: float) -> float:
+        def observe(
+            self, shape: StepShape, seconds: float, adapters: AdapterWork = NO_ADAPTERS
+        ) -> float:
             shapes.append(shape)
-            return super().observe(shape, seconds)
+            return super().observe(shape, seconds, adapters)
 
     steps = StepsInFlight(Told(), 0.0)
     steps.push(1, [], StepShape(0, 0.0, 2 + 4 + 2, 10), 0.0, 0.5, None)

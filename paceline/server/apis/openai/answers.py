@@ -38,6 +38,7 @@ from paceline.server.protocol.responses import (
     Usage,
     encode,
 )
+from paceline.server.protocol.rules import NamedAdapter
 from paceline.speculation.draft_tokens import PREDICTION
 
 __all__ = [
@@ -70,12 +71,18 @@ class AnswerHead:
 
     @classmethod
     def of(
-        cls, prefix: str, request_id: str, service: Service, service_tier: str | None = None
+        cls,
+        prefix: str,
+        request_id: str,
+        service: Service,
+        service_tier: str | None = None,
+        *,
+        adapter: NamedAdapter | None = None,
     ) -> AnswerHead:
         return cls(
             f"{prefix}-{request_id}",
             int(time.time()),
-            service.model_name,
+            service.model_name if adapter is None else adapter.name,
             token_hex(8),
             service.fingerprint,
             service_tier,
@@ -424,4 +431,6 @@ def generation_request(
         max_draft_tokens=options.max_draft_tokens,
         prediction=prediction,
         store=options.store,
+        adapter=None if options.adapter is None else options.adapter.key,
+        adapter_scale=1.0 if options.adapter is None else options.adapter.scale,
     )

@@ -55,7 +55,9 @@ async def completion_events(
 
     Errors before the first event are raised from the first ``anext``.
     """
-    head = AnswerHead.of("cmpl", request_id, service, request.options.service_tier)
+    head = AnswerHead.of(
+        "cmpl", request_id, service, request.options.service_tier, adapter=request.options.adapter
+    )
     prompts, outputs = await _start(service, request, head, arrival, shortcut)
     echoes = await _echoes(service, request, prompts)
     stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
@@ -73,7 +75,9 @@ async def completion_answer(
     service: Service, request: CompletionRequest, request_id: str, arrival: float
 ) -> bytes:
     """Return the body of an answer that is not streamed."""
-    head = AnswerHead.of("cmpl", request_id, service, request.options.service_tier)
+    head = AnswerHead.of(
+        "cmpl", request_id, service, request.options.service_tier, adapter=request.options.adapter
+    )
     prompts, outputs = await _start(service, request, head, arrival)
     n = request.options.n
     async with aclosing(outputs):

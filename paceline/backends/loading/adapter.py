@@ -1,0 +1,98 @@
+"""Adapters of one loaded model: opened, read and packed next to its steps, and named by slot."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.backends.runner.interface import AdapterMaker, LoadedAdapter
+from paceline.checkpoints.model.adapter import AdapterFile
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.open import open_adapter
+
+__all__ = ["ModelAdapters", "PlannedAdapter"]
+
+# ranks, inputs and outputs are padded to these (csrc/adapter.h), and memory to whole pages
+_RANK: Final = 4
+_WIDTH: Final = 32
+_PAGE: Final = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedAdapter:
+    """An adapter's checked header, and how its values will be kept."""
+
+    file: AdapterFile
+    # in float32, else in bfloat16
+    floats: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Most bytes that it takes once it is loaded."""
+        values = 0
+        for pair in self.file.pairs:
+            (rank, inputs), (outputs, _) = pair.shapes
+            # gate and up share panels, half of which may be of neither
+            values += _padded(rank, _RANK) * (
+                _padded(inputs, _WIDTH) + 2 * _padded(outputs, _WIDTH)
+            )
+        return _padded(values * (4 if self.floats else 2), _PAGE)
+
+    @property
+    def num_products(self) -> int:
+        """Products for each token."""
+        return self.file.num_values
+
+    @property
+    def max_rank(self) -> int:
+        return self.file.max_rank
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.file.notes
+
+
+class ModelAdapters:
+    """Maker of one model's adapters.
+
+    Args:
+        make: the model's own maker.
+        by_slot: where plans find adapters; each is put there whole.
+        dtype: the model's own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: AdapterMaker,
+        by_slot: MutableMapping[int, LoadedAdapter],
+        dtype: str,
+    ) -> None:
+        self._config, self._make, self._by_slot, self._dtype = config, make, by_slot, dtype
+
+    def open(self, path: str, max_rank: int | None, dtype: str) -> PlannedAdapter:
+        """Check a file's header. Raises CheckpointError.
+
+        Args:
+            dtype: "float32", "bfloat16", or "auto": float32 where the model is.
+        """
+        file = open_adapter(Path(path), self._config, max_rank)
+        return PlannedAdapter(file, "float32" in (dtype, self._dtype if dtype == "auto" else ""))
+
+    def load(self, slot: int, opened: PlannedAdapter) -> tuple[str, int]:
+        """Read an adapter and put it at ``slot``; return the digest of its contents and its bytes.
+        Raises CheckpointError."""
+        values = opened.file.read()
+        adapter = self._make(values, floats=opened.floats)
+        self._by_slot[slot] = adapter
+        return values.digest, min(adapter.num_bytes, opened.num_bytes)
+
+    def drop(self, slot: int) -> None:
+        """Free an adapter; called between steps."""
+        self._by_slot.pop(slot, None)
+
+
+def _padded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

@@ -1,0 +1,317 @@
+"""Adapters of one engine, loaded on a thread of their own next to the step loop.
+
+::
+
+    register ---> opening ---> known <---> loading ---> resident
+                     `-----> failed <---------'
+
+``poll`` moves adapters on, and is called between steps. A plan names an adapter by its slot only
+once it is resident: a request that has to wait does so in ``process.readiness``.
+
+This module does not know what an adapter's values are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import struct
+import threading
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, Protocol, runtime_checkable
+
+from paceline.core.request import AdapterUse
+from paceline.engine.adapters.residency import Residency, State
+from paceline.engine.types import AdapterStatus
+from paceline.errors import (
+    AdapterRoomError,
+    CheckpointError,
+    InvalidRequestError,
+    PacelineError,
+    UnknownModelError,
+)
+
+__all__ = ["AdapterBackend", "AdapterLimits", "AdapterStore", "OpenedAdapter"]
+
+_log = logging.getLogger(__name__)
+
+# added to the loading thread's niceness, so that it takes little from the threads of a step
+_NICE: Final = 19
+
+
+class OpenedAdapter(Protocol):
+    """An adapter's checked header."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Most bytes that it takes once it is loaded."""
+
+    @property
+    def num_products(self) -> int:
+        """Products for each token."""
+
+    @property
+    def max_rank(self) -> int: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know."""
+
+
+@runtime_checkable
+class AdapterBackend(Protocol):
+    """A ModelBackend that computes with adapters. Loading is called from any thread."""
+
+    def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> OpenedAdapter:
+        """Check a file's header. Raises CheckpointError."""
+
+    def load_adapter(self, slot: int, opened: OpenedAdapter) -> tuple[str, int]:
+        """Read an adapter; plans handed over from now on may name it by ``slot``. Returns the
+        digest of its contents and its bytes. Raises CheckpointError."""
+
+    def drop_adapter(self, slot: int) -> None:
+        """Free an adapter once the plans handed over so far have run."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """Limits of one engine's adapters."""
+
+    # bytes of those in memory
+    max_bytes: int
+    # their number; None: any
+    max_count: int | None = None
+    # ranks of a module; None: any
+    max_rank: int | None = None
+    # how values are kept: "auto", "bfloat16" or "float32"
+    dtype: str = "auto"
+
+
+@dataclass(slots=True, eq=False)
+class _Adapter:
+    path: str
+    # its file is opened, then its values are read
+    opening: Future[OpenedAdapter] | None = None
+    loading: Future[tuple[str, int]] | None = None
+    opened: OpenedAdapter | None = None
+    # contents that it had when it was first loaded
+    digest: str = ""
+    slot: int = -1
+    error: PacelineError | None = None
+    # requests that use it or wait for it
+    requests: set[str] = field(default_factory=set)
+
+
+class AdapterStore:
+    """Registered adapters by key. Used from the engine's thread; ``close`` ends its own."""
+
+    def __init__(self, backend: AdapterBackend, limits: AdapterLimits) -> None:
+        self._backend, self._limits = backend, limits
+        self._books = Residency(limits.max_bytes, limits.max_count)
+        self._adapters: dict[str, _Adapter] = {}
+        # requests by id: key, scale
+        self._uses: dict[str, tuple[str, float]] = {}
+        # those to load without a request that waits for them, in order
+        self._wanted: list[str] = []
+        self._num_slots = 0
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="paceline-adapters", initializer=_yield_to_steps
+        )
+        self._news: list[AdapterStatus] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether ``poll`` is needed soon: something is being loaded, or wanted."""
+        return bool(self._wanted) or any(
+            each.opening or each.loading for each in self._adapters.values()
+        )
+
+    @property
+    def has_leases(self) -> bool:
+        return bool(self._uses)
+
+    @property
+    def books(self) -> Residency:
+        return self._books
+
+    def register(self, key: str, path: str) -> None:
+        """Begin to check and load an adapter; ``take_news`` tells how that went."""
+        assert key not in self._adapters, f"adapter {key} is registered"
+        adapter = self._adapters[key] = _Adapter(path)
+        limits = self._limits
+        adapter.opening = self._thread.submit(
+            self._backend.open_adapter, path, limits.max_rank, limits.dtype
+        )
+
+    def forget(self, key: str) -> None:
+        """Take no new requests for an adapter; its memory goes with the last request."""
+        adapter = self._adapters.get(key)
+        if adapter is None:
+            return
+        if self._books.state(key) is None:
+            # its file was not opened yet, or could not be
+            del self._adapters[key]
+        elif self._books.forget(key):
+            self._gone(key)
+
+    def lease(self, request_id: str, key: str, scale: float) -> None:
+        """Keep an adapter for a request until ``release_except``. Raises RequestError for one that
+        failed or is unknown."""
+        adapter = self._adapters.get(key)
+        if adapter is None:
+            raise UnknownModelError("the adapter of this request was unloaded", "model")
+        _raise_failure(adapter)
+        self._uses[request_id] = key, scale
+        adapter.requests.add(request_id)
+        if self._books.state(key) is not None:
+            self._books.lease(key)
+
+    def use_of(self, request_id: str) -> AdapterUse | None:
+        """Return what the scheduler needs of a leased adapter; None: it is not resident yet.
+        Raises RequestError for one that could not be loaded."""
+        key, scale = self._uses[request_id]
+        adapter = self._adapters[key]
+        _raise_failure(adapter)
+        if self._books.state(key) is not State.RESIDENT:
+            return None
+        opened = adapter.opened
+        assert opened is not None
+        contents = hashlib.sha256(adapter.digest.encode() + struct.pack("<d", scale)).digest()
+        return AdapterUse(contents, adapter.slot, scale, opened.num_bytes, opened.num_products)
+
+    def release_except(self, request_ids: Collection[str]) -> None:
+        """End the leases of all requests but these."""
+        for request_id in [each for each in self._uses if each not in request_ids]:
+            key, _ = self._uses.pop(request_id)
+            self._adapters[key].requests.discard(request_id)
+            if self._books.num_leases(key) and self._books.release(key):
+                self._gone(key)
+
+    def poll(self) -> None:
+        """Take in what the thread has done, and begin what there is room for now."""
+        for key, adapter in list(self._adapters.items()):
+            if adapter.opening is not None and adapter.opening.done():
+                self._opened(key, adapter)
+            if adapter.loading is not None and adapter.loading.done():
+                self._loaded(key, adapter)
+        for request_id in self._uses:
+            key, _ = self._uses[request_id]
+            adapter = self._adapters[key]
+            known = self._books.state(key) is State.KNOWN and adapter.error is None
+            # the oldest request that waits for room goes first: others would keep it out
+            if known and not self._begin(key, adapter):
+                return
+        while self._wanted:
+            key, adapter = self._wanted[0], self._adapters[self._wanted[0]]
+            waits = self._books.state(key) is State.KNOWN and not self._begin(key, adapter)
+            if waits and not self._has_no_room(key, adapter):
+                return
+            self._wanted.pop(0)
+
+    def take_news(self) -> tuple[AdapterStatus, ...]:
+        """Return what has changed since the last call."""
+        news, self._news = tuple(self._news), []
+        return news
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _opened(self, key: str, adapter: _Adapter) -> None:
+        assert adapter.opening is not None
+        opening, adapter.opening = adapter.opening, None
+        if (error := opening.exception()) is not None:
+            self._fail(key, adapter, error)
+            return
+        adapter.opened = opened = opening.result()
+        for note in opened.notes:
+            _log.info("adapter=%s %s", adapter.path, note)
+        self._books.register(key, opened.num_bytes)
+        for _ in adapter.requests:
+            self._books.lease(key)
+        self._wanted.append(key)
+
+    def _has_no_room(self, key: str, adapter: _Adapter) -> bool:
+        """Fail an adapter that does not fit next to those in use; return whether it did."""
+        taken, most, opened = self._books.leased_bytes, self._limits.max_bytes, adapter.opened
+        assert opened is not None
+        if opened.num_bytes + taken <= most:
+            # others are being loaded
+            return False
+        message = (
+            f"the adapter takes {_kib(opened.num_bytes)}, and of {_kib(most)} for adapters "
+            f"{_kib(taken)} are in use"
+        )
+        self._fail(key, adapter, AdapterRoomError(message))
+        return True
+
+    def _begin(self, key: str, adapter: _Adapter) -> bool:
+        """Begin to load an adapter; return whether there is room."""
+        going = self._books.admit(key)
+        if going is None:
+            return False
+        for other in going:
+            self._evict(other)
+        adapter.slot, self._num_slots = self._num_slots, self._num_slots + 1
+        opened = adapter.opened
+        assert opened is not None
+        adapter.loading = self._thread.submit(self._backend.load_adapter, adapter.slot, opened)
+        return True
+
+    def _loaded(self, key: str, adapter: _Adapter) -> None:
+        assert adapter.loading is not None
+        assert adapter.opened is not None
+        loading, adapter.loading = adapter.loading, None
+        if (error := loading.exception()) is not None:
+            self._books.failed(key)
+            self._fail(key, adapter, error)
+            return
+        digest, num_bytes = loading.result()
+        if adapter.digest not in ("", digest):
+            self._backend.drop_adapter(adapter.slot)
+            self._books.failed(key)
+            changed = f"{adapter.path} has changed since it was loaded: load it again"
+            self._fail(key, adapter, CheckpointError(changed))
+            return
+        adapter.digest = digest
+        if self._books.loaded(key, num_bytes):
+            self._gone(key)
+            return
+        rank = adapter.opened.max_rank
+        self._news.append(AdapterStatus(key, "resident", num_bytes=num_bytes, rank=rank))
+
+    def _fail(self, key: str, adapter: _Adapter, error: BaseException) -> None:
+        known = error if isinstance(error, PacelineError) else CheckpointError(str(error))
+        adapter.error = known
+        kind = type(known).__name__
+        self._news.append(AdapterStatus(key, "failed", error=str(known), kind=kind))
+
+    def _evict(self, key: str) -> None:
+        self._backend.drop_adapter(self._adapters[key].slot)
+        self._news.append(AdapterStatus(key, "registered"))
+
+    def _gone(self, key: str) -> None:
+        adapter = self._adapters.pop(key)
+        if key in self._wanted:
+            self._wanted.remove(key)
+        if adapter.slot >= 0:
+            self._backend.drop_adapter(adapter.slot)
+        self._news.append(AdapterStatus(key, "gone"))
+
+
+def _raise_failure(adapter: _Adapter) -> None:
+    if adapter.error is not None:
+        raise InvalidRequestError(f"the adapter of this request: {adapter.error}", "model")
+
+
+def _kib(num_bytes: int) -> str:
+    return f"{-(-num_bytes // 1024)} KiB"
+
+
+def _yield_to_steps() -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    except OSError as error:
+        _log.info("the thread that loads adapters keeps its priority: %s", error)

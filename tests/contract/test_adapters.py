@@ -1,0 +1,282 @@
+"""Adapters from a request's name to the kernels: a tiny model, a server over it, adapters as files.
+
+Answers are compared with those of a model that has the adapter merged into its weights, or that
+serves nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from safetensors.numpy import load_file, save_file
+
+from paceline.backends.native import unavailable_reason
+from paceline.checkpoints.open import open_checkpoint
+from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.wiring import build_core
+from paceline.engine.local import LocalEngineClient
+from paceline.engine.testing import ByteTokenizer
+from paceline.server.app import create_app, service_of
+from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
+from tests.backends.torch.models import save_model
+from tests.checkpoints.adapters import Pairs, random_pairs, write_gguf_adapter, write_peft
+from tests.server.helpers import connect
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason())),
+]
+VOCAB = ByteTokenizer().vocab_size
+NAMES = ("a", "b", "c")
+PROMPT = "a prompt of several whole blocks, the same for every model and every adapter"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model at ``base``, adapters a, b and c at ``adapters/NAME``, each merged at ``NAME``."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save_model(folder / "base", "llama", vocab_size=VOCAB, tie_word_embeddings=True)
+    config = open_checkpoint(folder / "base").config
+    weights = load_file(folder / "base/model.safetensors")
+    for seed, name in enumerate(NAMES):
+        pairs: Pairs = random_pairs(config, rank=4, seed=seed)
+        write_peft(folder / "adapters" / name, pairs, lora_alpha=2)
+        merged = dict(weights)
+        for (layer, module), (a, b) in pairs.items():
+            weight = f"model.layers.{layer}.{module}.weight"
+            merged[weight] = weights[weight] + 0.5 * (b @ a)
+        shutil.copytree(folder / "base", folder / name)
+        save_file(merged, folder / name / "model.safetensors", {"format": "pt"})
+    write_gguf_adapter(folder / "adapters/c.gguf", config, pairs, alpha=2)
+    return folder
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, model: str = "base", config: AdapterConfig | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, LocalEngineClient, FastAPI]]:
+    values: dict[str, Any] = {
+        "model_name": "base", "model_path": str(folder / model), "compute": "native",
+        "dtype": "float32", "kv_dtype": "float32", "num_blocks": 200, "threads": 1,
+        "speculative_config": None, "enable_lora": model == "base", "lora_bytes": 64 << 20,
+    }  # fmt: skip
+    core, info = build_core(EngineSettings.of(**(values | settings)))
+    client = LocalEngineClient(core, info, ByteTokenizer())
+    try:
+        config = config or AdapterConfig(
+            modules=tuple(AdapterModule(n, str(folder / "adapters" / n)) for n in NAMES),
+            allow_runtime=True, roots=(folder / "adapters",),
+        )  # fmt: skip
+        app = create_app(client, ServerConfig(adapters=config))
+        if (names := service_of(app).adapters) is not None:
+            await names.load_given()
+        async with connect(app) as http:
+            yield http, client, app
+    finally:
+        await client.close()
+
+
+async def say(http: httpx.AsyncClient, model: str, prompt: str = PROMPT, **more: Any) -> list[int]:
+    """Greedy ids of one model."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0,
+            "return_token_ids": True, "ignore_eos": True}  # fmt: skip
+    answer = (await http.post("/v1/completions", json=body | more)).json()
+    assert answer.get("model") == model, answer
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def exact(folder: Path) -> Iterator[dict[str, list[int]]]:
+    """Ids of the base and of each merged model, served alone."""
+
+    async def ids(model: str) -> list[int]:
+        async with serving(folder, model) as (http, _, _):
+            return await say(http, "base")
+
+    found = {name: asyncio.run(ids(name)) for name in ("base", *NAMES)}
+    assert len({tuple(each) for each in found.values()}) == 4
+    yield found
+
+
+@pytest.mark.parametrize("compute", ["native", "torch"])
+async def test_one_batch_serves_the_base_and_every_adapter(
+    folder: Path, exact: dict[str, list[int]], compute: str
+) -> None:
+    more = {} if compute == "native" else {"kv_dtype": "auto"}
+    async with serving(folder, compute=compute, **more) as (http, _, _):
+        names = ["base", *NAMES, "b", "base", "a"]
+        found = await asyncio.gather(*(say(http, name) for name in names))
+        assert found == [exact[name] for name in names]
+        # prefixes of one are no prefixes of another, also one after the other and warm
+        for name in (*NAMES, "base", *reversed(NAMES)):
+            assert await say(http, name) == exact[name]
+
+
+async def test_every_api_answers_under_the_adapters_name(folder: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    async with serving(folder) as (http, _, _):
+        for path, body in {
+            "/v1/chat/completions": {"messages": chat},
+            "/v1/completions": {"prompt": "hi"},
+            "/v1/responses": {"input": "hi", "max_output_tokens": 16},
+            "/v1/messages": {"messages": chat},
+            "/inference/v1/generate": {"token_ids": [1, 2]},
+            "/api/chat": {"messages": chat, "stream": False},
+            "/completion": {"prompt": "hi", "n_predict": 2},
+        }.items():
+            answers = []
+            for model in ("a", "base"):
+                more = (
+                    {} if "max_output_tokens" in body or "n_predict" in body else {"max_tokens": 2}
+                )
+                if path == "/inference/v1/generate":
+                    more = {"sampling_params": more}
+                elif path == "/api/chat":
+                    more = {"options": {"num_predict": 2}}
+                got = await http.post(path, json={"model": model, **body, **more})
+                assert got.status_code == 200, (path, got.text)
+                answers.append(got.json())
+            assert [answer["model"] for answer in answers] == ["a", "base"], path
+        events = await http.post(
+            "/v1/chat/completions",
+            json={"model": "b", "messages": chat, "max_tokens": 2, "stream": True},
+        )
+        assert events.text.count('"model":"b"') >= 2
+        assert '"model":"base"' not in events.text
+        cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}
+        assert list(cards) == ["base", *NAMES]
+        assert cards["a"]["parent"] == "base"
+        assert cards["a"]["status"] == "resident"
+        got = await http.post("/v1/completions", json={"model": "d", "prompt": "hi"})
+        assert got.status_code == 404
+        assert "served: base, a, b, c" in got.text
+
+
+async def test_few_places_serve_many_adapters(folder: Path, exact: dict[str, list[int]]) -> None:
+    """One place in memory: others are loaded when a request names them, and none in use goes."""
+    async with serving(folder, max_cpu_loras=1) as (http, client, _):
+        assert [news.status for news in client.adapters.values()].count("resident") == 1
+        names = list(itertools.islice(itertools.cycle(NAMES), 9))
+        assert await asyncio.gather(*(say(http, n) for n in names)) == [exact[n] for n in names]
+        books = client._core.adapters.books  # type: ignore[union-attr]
+        assert books.num_evicted >= 4
+        books.check_integrity()
+
+
+async def test_a_cap_on_adapters_of_one_step_delays_and_changes_nothing(
+    folder: Path, exact: dict[str, list[int]]
+) -> None:
+    async with serving(folder, max_adapters=1) as (http, client, _):
+        most = 0
+
+        def note(plan: Any) -> None:
+            nonlocal most
+            running = client._core.scheduler.requests
+            keys = {r.asked.adapter.key for r in running if r.asked.adapter and r.block_ids}
+            most = max(most, len(keys))
+
+        client._core.on_plan = note
+        names = ["a", "b", "base", "c", "a"]
+        assert await asyncio.gather(*(say(http, n) for n in names)) == [exact[n] for n in names]
+        assert most == 1
+
+
+async def test_a_name_that_is_loaded_again_has_the_new_contents(
+    folder: Path, exact: dict[str, list[int]], tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "adapters/a", tmp_path / "x")
+    config = AdapterConfig(allow_runtime=True, roots=(tmp_path,))
+    load = {"lora_name": "x", "lora_path": "x"}
+    async with serving(folder, config=config) as (http, client, _):
+        got = await http.post("/v1/load_lora_adapter", json=load)
+        assert got.text == "Success: LoRA adapter 'x' added successfully."
+        assert await say(http, "x") == exact["a"]
+        shutil.rmtree(tmp_path / "x")
+        shutil.copytree(folder / "adapters/b", tmp_path / "x")
+        again = await http.post("/v1/load_lora_adapter", json=load)
+        assert again.status_code == 400
+        assert "load_inplace" in again.text
+        # a request that is under way ends on what it began with
+        running = asyncio.create_task(say(http, "x", max_tokens=100))
+        while not any(r.first_token_time for r in client._core.scheduler.requests):
+            await asyncio.sleep(0.001)
+        got = await http.post("/v1/load_lora_adapter", json=load | {"load_inplace": True})
+        assert got.status_code == 200
+        assert await say(http, "x") == exact["b"]
+        assert (await running)[:12] == exact["a"]
+        assert [await say(http, "base"), await say(http, "x")] == [exact["base"], exact["b"]]
+        before = client._core.adapters.books.num_bytes  # type: ignore[union-attr]
+        got = await http.post("/v1/unload_lora_adapter", json={"lora_name": "x"})
+        assert got.text == "Success: LoRA adapter 'x' removed successfully."
+        assert (
+            await http.post("/v1/completions", json={"model": "x", "prompt": "a"})
+        ).status_code == 404
+        for _ in range(200):
+            if not client._core.adapters.books.num_bytes:  # type: ignore[union-attr]
+                break
+            await asyncio.sleep(0.01)
+        assert before > 0 == client._core.adapters.books.num_bytes  # type: ignore[union-attr]
+
+
+async def test_bad_loads_say_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(folder / "adapters/a", root / "a")
+    shutil.copytree(folder / "adapters/b", tmp_path / "outside")
+    (root / "link").symlink_to(tmp_path / "outside")
+    config = open_checkpoint(folder / "base").config
+    write_peft(root / "dora", random_pairs(config), use_dora=True)
+    write_peft(root / "large", random_pairs(config, rank=2048))
+    adapters = AdapterConfig(allow_runtime=True, roots=(root,))
+    async with serving(folder, config=adapters, lora_bytes=4 << 20) as (http, _, _):
+
+        async def load(name: str, path: str) -> httpx.Response:
+            return await http.post(
+                "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}
+            )
+
+        for path in ("../outside", str(tmp_path / "outside"), "/etc", "link", "a/../../outside"):
+            got = await load("x", path)
+            assert got.status_code == 403, (path, got.text)
+        assert (await load("x", "nothing")).status_code == 404
+        got = await load("x", "dora")
+        assert got.status_code == 400
+        assert "use_dora=True is not served" in got.text
+        got = await load("base", "a")
+        assert got.status_code == 400
+        got = await load("x", "large")
+        assert got.status_code == 507, got.text
+        assert "of 4096 KiB for adapters 0 KiB are in use" in got.text
+        twice = await asyncio.gather(load("x", "a"), load("x", "a"))
+        assert [each.status_code for each in twice] == [200, 200]
+        assert (
+            await http.post("/v1/unload_lora_adapter", json={"lora_name": "y"})
+        ).status_code == 404
+        assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]] == [
+            "base",
+            "x",
+        ]
+    async with serving(folder, config=AdapterConfig()) as (http, _, _):
+        got = await http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "a"})
+        assert got.status_code == 403
+
+
+async def test_unknown_names_are_looked_for_in_one_folder(
+    folder: Path, exact: dict[str, list[int]]
+) -> None:
+    config = AdapterConfig(resolve=folder / "adapters")
+    async with serving(folder, config=config) as (http, _, _):
+        found = await asyncio.gather(*(say(http, name) for name in ("a", "c.gguf", "a")))
+        assert found == [exact["a"], exact["c"], exact["a"]]
+        for name in ("../base", "nothing", "", "..", "x\0"):
+            got = await http.post("/v1/completions", json={"model": name, "prompt": "a"})
+            assert got.status_code == 404, name
