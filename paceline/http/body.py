@@ -11,7 +11,7 @@ from paceline.http.bounds import MAX_JSON_DEPTH, Bounds, check_json_depth, check
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.fields import check_plain, decode_object, show
 
-__all__ = ["read_object"]
+__all__ = ["read_json", "read_object"]
 
 
 async def read_object(request: Request, max_bytes: int, bounds: Bounds) -> dict[str, Any]:
@@ -22,6 +22,15 @@ async def read_object(request: Request, max_bytes: int, bounds: Bounds) -> dict[
         InvalidRequestError: not a JSON object, over a bound, or of another content type.
         ClientDisconnectedError: the caller hung up halfway.
     """
+    value = decode_object(await read_json(request, max_bytes, bounds))
+    if bounds.max_json_depth < MAX_JSON_DEPTH:
+        check_json_depth(value, bounds.max_json_depth)
+    return value
+
+
+async def read_json(request: Request, max_bytes: int, bounds: Bounds) -> bytes:
+    """Return the request's body, not yet decoded. Raises as ``read_object`` does for its size and
+    content type."""
     kind = request.headers.get("content-type")
     if kind is not None and not _is_json(kind):
         raise InvalidRequestError(
@@ -43,10 +52,7 @@ async def read_object(request: Request, max_bytes: int, bounds: Bounds) -> dict[
             raise _too_long(f"more than {max_bytes} bytes", max_bytes)
         more = message.get("more_body", False)
     check_json_items(body, bounds.max_json_items)
-    value = decode_object(bytes(body))
-    if bounds.max_json_depth < MAX_JSON_DEPTH:
-        check_json_depth(value, bounds.max_json_depth)
-    return value
+    return bytes(body)
 
 
 def _is_json(kind: str) -> bool:

@@ -280,3 +280,45 @@ async def test_unknown_names_are_looked_for_in_one_folder(
         for name in ("../base", "nothing", "", "..", "x\0"):
             got = await http.post("/v1/completions", json={"model": name, "prompt": "a"})
             assert got.status_code == 404, name
+
+
+async def test_llama_servers_list_chooses_adapters_by_place(
+    folder: Path, exact: dict[str, list[int]]
+) -> None:
+    async with serving(folder) as (http, _, _):
+
+        async def complete(**more: Any) -> list[int]:
+            body = {"prompt": PROMPT, "n_predict": 12, "temperature": 0, "return_tokens": True,
+                    "ignore_eos": True}  # fmt: skip
+            got = await http.post("/completion", json=body | more)
+            assert got.status_code == 200, got.text
+            ids: list[int] = got.json()["tokens"]
+            return ids
+
+        listed = (await http.get("/lora-adapters")).json()
+        assert [(each["id"], each["scale"]) for each in listed] == [(0, 0.0), (1, 0.0), (2, 0.0)]
+        assert await complete() == exact["base"]
+        assert await complete(lora=[{"id": 1, "scale": 1.0}]) == exact["b"]
+        half = await complete(lora=[{"id": 1, "scale": 0.5}])
+        assert half not in (exact["b"], exact["base"])
+        got = await http.post("/lora-adapters", json=[{"id": 2, "scale": 1.0}])
+        assert got.json() == {"success": True}
+        assert (await http.get("/lora-adapters")).json()[2]["scale"] == 1.0
+        assert await complete() == exact["c"]
+        assert await complete(lora=[]) == exact["base"]
+        assert await complete(lora=[{"id": 2, "scale": 0}]) == exact["base"]
+        assert await complete(model="a") == exact["a"]
+        # other APIs name adapters as models, and are not changed by the list
+        assert await say(http, "base") == exact["base"]
+        for scales, said in (
+            ([{"id": 0, "scale": 1}, {"id": 1, "scale": 1}], "several adapters at once"),
+            ([{"id": 3, "scale": 1}], "there is no adapter 3"),
+            ([{"id": "a"}], "id and scale"),
+        ):
+            for path, body in (
+                ("/completion", {"prompt": "a", "lora": scales}),
+                ("/lora-adapters", scales),
+            ):
+                got = await http.post(path, json=body)
+                assert got.status_code == 400, path
+                assert said in got.text

@@ -34,7 +34,7 @@ from paceline.errors import (
     UnknownModelError,
 )
 
-__all__ = ["AdapterBackend", "AdapterLimits", "AdapterStore", "OpenedAdapter"]
+__all__ = ["AdapterBackend", "AdapterLimits", "AdapterStore", "OpenedAdapter", "yield_to_steps"]
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class AdapterStore:
         self._wanted: list[str] = []
         self._num_slots = 0
         self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="paceline-adapters", initializer=_yield_to_steps
+            1, thread_name_prefix="paceline-adapters", initializer=yield_to_steps
         )
         self._news: list[AdapterStatus] = []
 
@@ -310,7 +310,8 @@ def _kib(num_bytes: int) -> str:
     return f"{-(-num_bytes // 1024)} KiB"
 
 
-def _yield_to_steps() -> None:
+def yield_to_steps() -> None:
+    """Let the calling thread take little from the threads of a step; other threads keep theirs."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     except OSError as error:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,7 @@ from paceline.http.fields import show
 from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.settings.config import AdapterConfig
 
-__all__ = ["AdapterNames"]
+__all__ = ["AdapterNames", "check_places"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -79,6 +80,16 @@ class AdapterNames:
                 f"The adapter {show(name)} is loaded; load_inplace=true replaces it", "lora_name"
             )
         await self._load(name, found, path)
+
+    def apply(self, scales: Mapping[int, float]) -> None:
+        """Use adapters for requests of llama-server's endpoints that name the model, by their place
+        in the list; those left out are not used. Raises InvalidRequestError for an unknown place,
+        or several at once."""
+        names = list(self._by_name)
+        check_places(scales, len(names))
+        for place, name in enumerate(names):
+            adapter = self._by_name[name]
+            self._by_name[name] = replace(adapter, applied=scales.get(place, 0.0))
 
     def unload(self, name: str) -> None:
         """Forget a name; requests that use its adapter go on. Raises HttpError 404."""
@@ -150,7 +161,7 @@ class AdapterNames:
             if status.kind == "AdapterRoomError":
                 raise HttpError(507, f"The adapter {show(name)} has no room: {message}")
             raise InvalidRequestError(f"The adapter {show(name)}: {message}", "lora_path")
-        before = self._by_name.pop(name, None)
+        before = self._by_name.get(name)
         adapter = self._by_name[name] = NamedAdapter(name, key, shown, rank=status.rank)
         if before is not None:
             self._client.unload_adapter(before.key)
@@ -159,6 +170,17 @@ class AdapterNames:
             status.num_bytes >> 10,
         )  # fmt: skip
         return adapter
+
+
+def check_places(scales: Mapping[int, float], count: int) -> None:
+    """Raise InvalidRequestError unless ``scales`` name at most one of ``count`` adapters to use."""
+    for place in scales:
+        if not 0 <= place < count:
+            raise InvalidRequestError(
+                f"lora: there is no adapter {place}; GET /lora-adapters lists {count}", "lora"
+            )
+    if sum(scale != 0 for scale in scales.values()) > 1:
+        raise InvalidRequestError("lora: several adapters at once are not served", "lora")
 
 
 def _is_inside(path: Path, folder: Path) -> bool:

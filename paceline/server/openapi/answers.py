@@ -336,7 +336,13 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
         "requests under way, and free places",
         array(record({"id": INTEGER, "n_ctx": INTEGER, "is_processing": BOOLEAN})),
     ),
-    ("GET", "/lora-adapters"): _llama("none", array(OBJECT)),
+    ("GET", "/lora-adapters"): _llama(
+        "the adapters, and which of them requests that name the model use",
+        array(record({"id": INTEGER, "path": STRING, "scale": {"type": "number"}})),
+    ),
+    ("POST", "/lora-adapters"): _llama("done", record({"success": BOOLEAN})),
+    ("POST", "/v1/load_lora_adapter"): Answer("a sentence that it is loaded", STRING),
+    ("POST", "/v1/unload_lora_adapter"): Answer("a sentence that it is unloaded", STRING),
     ("POST", "/v1/embeddings"): Answer("a vector for each input", ref("EmbeddingAnswer")),
     ("POST", "/pooling"): Answer("a vector for each input", ref("PoolingAnswer")),
     ("POST", "/api/embed"): Answer(

@@ -28,6 +28,9 @@ class NamedAdapter:
     rank: int = 0
     # factor on what it adds
     scale: float = 1.0
+    # factor with which llama-server's endpoints use it for requests that name the model; 0: they
+    # do not
+    applied: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ __all__ = [
     "GENERATE_PATHS",
     "ExchangeMiddleware",
     "principal_of",
+    "read_json",
     "read_object",
     "request_id_of",
     "tenant_of",
@@ -233,6 +234,11 @@ def principal_of(request: Request) -> str:
     """Return the name of the caller's API key, "" where no keys are required."""
     principal: str = request.scope["state"].get("principal", "")
     return principal
+
+
+def read_json(request: Request, config: ServerConfig) -> Awaitable[bytes]:
+    """Read a body within the bounds of ``config``, not yet decoded."""
+    return body.read_json(request, config.max_body_bytes, config.bounds)
 
 
 def read_object(request: Request, config: ServerConfig) -> Awaitable[dict[str, Any]]:

@@ -37,7 +37,6 @@ _TEXT: Final = "text models only"
 _SEVERAL: Final = "several requests, n, or /v1/completions with several prompts"
 _RENDERED: Final = "/tokenize renders and tokenises"
 _DEVELOPMENT: Final = "vLLM's own are for development"
-_ADAPTERS: Final = "a request's model field names its adapter"
 
 # by path: the method, and why it is missing or what replaces it
 UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
@@ -82,7 +81,6 @@ UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
 # methods that llama-server has on paths that this server serves with other methods
 UNSERVED_METHODS: Final[dict[tuple[str, str], str]] = {
     ("POST", "/props"): "the flags of paceline serve say how the server is",
-    ("POST", "/lora-adapters"): _ADAPTERS,
 }
 
 

@@ -7,9 +7,10 @@ without effect here are named in the answer's header, like unknown fields.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
+
+import msgspec
 
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.errors import InvalidRequestError
@@ -21,6 +22,7 @@ from paceline.http.fields import (
     check_token_ids,
     show,
 )
+from paceline.server.generation.adapters import check_places
 from paceline.server.protocol import schemas
 from paceline.server.protocol.body import Body, Field
 from paceline.server.protocol.field_types import (
@@ -38,6 +40,7 @@ from paceline.server.protocol.field_types import (
 )
 from paceline.server.protocol.generation import CompletionBody
 from paceline.server.protocol.requests import GenerationOptions, RequestRules, parse_completion
+from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.protocol.schemas import Schema
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "LlamaBody",
     "LlamaRequest",
     "Part",
+    "adapter_scales",
     "parse_llama_completion",
     "parse_parts",
     "part_schema",
@@ -177,16 +181,53 @@ def _prompts_schema(rules: RequestRules) -> Schema:
     return {"anyOf": [one, schemas.array(one, 1, rules.max_prompts)]}
 
 
-def _asks_adapters(value: Any) -> bool:
-    """Return whether adapters are requested; those listed with scale 0 are not."""
-    return type(value) is not list or not all(
-        type(entry) is dict and entry.get("scale") == 0 for entry in value
-    )
+class AdapterScale(msgspec.Struct, frozen=True):
+    """One adapter of a list, by its place in ``GET /lora-adapters``."""
+
+    id: int
+    scale: float
 
 
-def _undone(what: str, *harmless: Any, asks: Callable[[Any], bool] | None = None) -> Field[None]:
+def _lora(value: Any, name: str, rules: RequestRules) -> dict[int, float]:
+    """Return scales by place. Raises InvalidRequestError for anything else or several at once."""
+    try:
+        entries = msgspec.convert(value, list[AdapterScale])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(
+            f"{name} must be a list of objects with id and scale: {error}", name
+        ) from None
+    scales = {entry.id: entry.scale for entry in entries if entry.scale}
+    check_places(scales, len(rules.adapters))
+    return scales
+
+
+def adapter_scales(body: bytes) -> dict[int, float]:
+    """Parse the body of ``POST /lora-adapters``. Raises InvalidRequestError."""
+    try:
+        entries = msgspec.json.decode(body, type=list[AdapterScale])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"the request body must be a list of objects with id and scale: {error}"
+        ) from None
+    return {entry.id: entry.scale for entry in entries}
+
+
+def _adapter_of(
+    body: LlamaBody, named: NamedAdapter | None, rules: RequestRules
+) -> NamedAdapter | None:
+    """Return the adapter of a request: its own, that of its model's name, or the one applied."""
+    found = tuple(rules.adapters.values())
+    if body.lora is not None:
+        # an empty list is the model itself
+        return next((replace(found[i], scale=scale) for i, scale in body.lora.items()), None)
+    if named is not None:
+        return named
+    return next((replace(each, scale=each.applied) for each in found if each.applied), None)
+
+
+def _undone(what: str, *harmless: Any) -> Field[None]:
     says = f"={{value}} is not served: this server does not do {what}"
-    return refused(says, harmless, asks=asks, note=what)
+    return refused(says, harmless, note=what)
 
 
 def _slots(*harmless: Any) -> Field[Any]:
@@ -292,7 +333,11 @@ class LlamaBody(
     min_keep = _undone("a least number of candidates", 0, 1)
     grammar_lazy = _undone("a grammar that begins later", False)
     grammar_triggers = _undone("a grammar that begins later", [])
-    lora = _undone("adapters", asks=_asks_adapters)
+    lora = described(
+        _lora,
+        schemas.array(schemas.record({"id": schemas.INTEGER, "scale": {"type": "number"}})),
+        note="at most one with a scale other than 0; an empty list: the model itself",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +406,11 @@ def parse_llama_completion(
     ignored_fields = (*body.ignored_fields, *_idle_window(window, sampling, rules))
     return LlamaRequest(
         options=replace(
-            asked.options, sampling=sampling, cuts_max_tokens=True, ignored_fields=ignored_fields
+            asked.options,
+            sampling=sampling,
+            cuts_max_tokens=True,
+            ignored_fields=ignored_fields,
+            adapter=_adapter_of(body, asked.options.adapter, rules),
         ),
         prompts=prompts,
         is_list=is_list,

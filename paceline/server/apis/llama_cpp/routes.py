@@ -1,4 +1,4 @@
-"""The endpoints that only llama-server has; those that change its models are refused."""
+"""The endpoints that only llama-server has; those that change how it was started are refused."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from paceline.server.apis.llama_cpp.info import (
     slots,
     template_applied,
 )
-from paceline.server.apis.llama_cpp.protocol import LlamaRequest, parse_llama_completion
+from paceline.server.apis.llama_cpp.protocol import (
+    LlamaRequest,
+    adapter_scales,
+    parse_llama_completion,
+)
 from paceline.server.apis.llama_cpp.serving import llama_answer, llama_events
+from paceline.server.generation.adapters import check_places
 from paceline.server.generation.service import Service
 from paceline.server.protocol.generation import TemplateBody
 from paceline.server.transport.endpoint import JSON_BODY, body_of, caller_of, respond, with_ignored
 from paceline.server.transport.errors import llama_error_body
-from paceline.server.transport.middleware import read_object
+from paceline.server.transport.middleware import read_json, read_object
 from paceline.server.transport.responses import Routes, encoded
 
 __all__ = ["llama_router"]
@@ -84,7 +89,23 @@ def llama_router(service: Service) -> Routes:
         return encoded(states)
 
     async def lora_adapters(_request: Request) -> Response:
-        return encoded([])
+        found = service.rules.adapters.values()
+        return encoded(
+            [
+                {"id": place, "path": adapter.root, "scale": adapter.applied}
+                for place, adapter in enumerate(found)
+            ]
+        )
+
+    async def apply_adapters(request: Request) -> Response:
+        if len(service.keys) and not request.scope["state"]["speaks_for_others"]:
+            raise HttpError(403, "POST /lora-adapters requires a key of scope admin")
+        scales = adapter_scales(await read_json(request, service.config))
+        if service.adapters is not None:
+            service.adapters.apply(scales)
+        else:
+            check_places(scales, 0)
+        return encoded({"success": True})
 
     add("POST", "/completion", completion, JSON_BODY)
     add("POST", "/completions", completion, JSON_BODY, name="completions_native")
@@ -93,4 +114,5 @@ def llama_router(service: Service) -> Routes:
     add("GET", "/props", props)
     add("GET", "/slots", all_slots)
     add("GET", "/lora-adapters", lora_adapters)
+    add("POST", "/lora-adapters", apply_adapters, JSON_BODY)
     return routes

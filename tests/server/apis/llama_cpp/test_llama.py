@@ -235,7 +235,7 @@ async def test_no_field_is_dropped_in_silence(
     for name in undone:
         await refused(http, name, **{name: 5})
     assert await names(lora=[{"id": 0, "scale": 0}], mirostat=0, xtc_probability=0.0) is None
-    await refused(http, "adapters", lora=[{"id": 0, "scale": 0.5}])
+    await refused(http, "there is no adapter 0", lora=[{"id": 0, "scale": 0.5}])
     async with connect(create_app(engine, ServerConfig(strict_fields=True))) as strict:
         for fields in ({"id_slot": 3}, {"n_predit": 4}, {"repeat_last_n": 9, "repeat_penalty": 2}):
             await refused(strict, next(iter(fields)), **fields)

@@ -1,0 +1,273 @@
+"""Rows of one step that use LoRA adapters: what they cost next to the same rows without.
+
+Method. SmolLM2-135M's shape with random weights, and adapters of rank 16 on all seven matrices,
+kept in bfloat16. The same step is computed with adapters and without, in turns; a figure is the
+median of the pairs' ratios, and next to it the 95 % interval of their mean. *N of M* are N
+sequences at context 192 that decode a token each with M adapters between them; ``prompt_192`` is
+one prompt of 192 tokens.
+
+* ``base_rows``: 8 sequences without an adapter while 64 are in memory, over those of a model that
+  has none.
+* ``big``: a quarter of the layers and of the vocabulary of SmolLM2-1.7B's shape, which leaves the
+  ratios what they are.
+* ``load_ms``: a folder of 10 MB read, checked and packed, as the engine does it, while nothing
+  runs; ``load_step_ms_p99``: how much longer the slowest steps take while folders are loaded.
+* ``identical``: rows of a mixed step are the same alone, bit for bit.
+
+Not measured here, and absent from the last line: one adapter's flood (``flood_p99_ratio``), and
+other servers.
+
+FORMATS=int8/int8,... chooses weights and KV cache, ISA a level of the kernels, THREADS their
+number; QUICK=1 takes fewer pairs. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common.statistics import paired_ratio, percentile
+from benchmarks.kernels.model import BLOCK, CONFIG, CONTEXT, make_model
+from paceline.backends.machine.cpu import choose_threads
+from paceline.backends.native import NativeModel
+from paceline.backends.native.adapters import NativeAdapter
+from paceline.backends.runner.interface import RowAdapter
+from paceline.bench.machine import machine
+from paceline.checkpoints.model.adapter import (
+    MODULES,
+    AdapterFile,
+    AdapterPair,
+    AdapterValues,
+    module_shapes,
+)
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.open import open_adapter
+from paceline.engine.adapters.store import yield_to_steps
+
+QUICK: Final = bool(os.environ.get("QUICK"))
+PAIRS: Final = 8 if QUICK else 20
+RANK: Final = 16
+PROMPT: Final = 192
+FORMATS: Final = os.environ.get("FORMATS", "int8/int8,q4/int8").split(",")
+# sequences, adapters
+CASES: Final = {
+    "one_of_one": (1, 1), "eight_of_eight": (8, 8), "sixtyfour_of_eight": (64, 8),
+    "sixtyfour_of_sixtyfour": (64, 64),
+}  # fmt: skip
+BIG: Final = replace(
+    CONFIG, vocab_size=49152 // 4, hidden_size=2048, intermediate_size=8192, num_hidden_layers=6,
+    num_attention_heads=32, num_key_value_heads=32,
+)  # fmt: skip
+Values = NDArray[np.float32]
+
+
+def random_values(config: ModelConfig, seed: int) -> AdapterValues:
+    """An adapter as it is read from a file."""
+    random = np.random.default_rng(seed)
+    pairs: dict[tuple[int, str], AdapterPair] = {}
+    for layer in range(config.num_hidden_layers):
+        for module, (outputs, inputs) in module_shapes(config, layer).items():
+            a = random.standard_normal((RANK, inputs), dtype=np.float32) * np.float32(inputs**-0.5)
+            b = random.standard_normal((outputs, RANK), dtype=np.float32) * np.float32(0.1)
+
+            def read(a: Values = a, b: Values = b) -> tuple[Values, Values]:
+                return a, b
+
+            shapes = (a.shape, b.shape)
+            pairs[layer, module] = AdapterPair(layer, module, ("A", "B"), shapes, 1.0, read)
+    return AdapterFile.of(Path("random"), config, pairs).read()
+
+
+class Rows:
+    """One step: each of ``count`` sequences computes ``tokens`` tokens up to ``length``."""
+
+    def __init__(self, model: NativeModel, count: int, tokens: int, length: int) -> None:
+        blocks = -(-length // BLOCK)
+        random = np.random.default_rng(1)
+        self._model, self._tables = model, np.arange(count * blocks).reshape(count, blocks)
+        self._starts = np.arange(count + 1) * tokens
+        self._positions = np.tile(np.arange(length - tokens, length), count)
+        self._ids = random.integers(0, 1000, count * tokens)
+        for row in range(count if tokens < length else 0):
+            whole = np.arange(length)
+            model.forward(
+                np.zeros_like(whole), whole, np.array([0, length]), self._tables[row : row + 1],
+                whole[-1:],
+            )  # fmt: skip
+
+    def __call__(self, adapters: Sequence[RowAdapter | None] | None) -> NDArray[np.float32]:
+        return self._model.forward(
+            self._ids, self._positions, self._starts, self._tables, self._starts[1:] - 1,
+            adapters=adapters,
+        )  # fmt: skip
+
+    def alone(self, row: int, adapter: RowAdapter | None) -> NDArray[np.float32]:
+        """Compute one of the sequences by itself."""
+        first, last = self._starts[row : row + 2]
+        return self._model.forward(
+            self._ids[first:last], self._positions[first:last], np.array([0, last - first]),
+            self._tables[row : row + 1], np.array([last - first - 1]), adapters=[adapter],
+        )  # fmt: skip
+
+
+def seconds(work: Callable[[], object], least: float = 0.06) -> float:
+    """Seconds of one call: the mean of as many as fill ``least``."""
+    began, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < least:
+        work()
+        count += 1
+    return passed / count
+
+
+def ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> list[float]:
+    """The ratio of two works in turns: median, and the interval of the mean."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(PAIRS + 1):
+        order = ((0, ours), (1, theirs)) if turn % 2 else ((1, theirs), (0, ours))
+        for side, work in order:
+            found = seconds(work)
+            if turn:
+                times[side].append(found)
+    return [round(value, 3) for value in paired_ratio(*times)]
+
+
+def measure(model: NativeModel, adapters: Sequence[NativeAdapter]) -> dict[str, Any]:
+    """The cases of one model; a case without room in the KV cache is left out."""
+    found: dict[str, Any] = {}
+    uses = [RowAdapter(adapter, 1.0) for adapter in adapters]
+    for name, (count, distinct) in CASES.items():
+        if distinct > len(uses):
+            continue
+        rows = Rows(model, count, 1, CONTEXT)
+        chosen = [uses[row % distinct] for row in range(count)]
+        found[name] = ratio(lambda rows=rows, chosen=chosen: rows(chosen), lambda r=rows: r(None))  # type: ignore[misc]
+    prompt = Rows(model, 1, PROMPT, PROMPT)
+    found["prompt_192"] = ratio(lambda: prompt(uses[:1]), lambda: prompt(None))
+    return found
+
+
+def identical(model: NativeModel, adapters: Sequence[NativeAdapter]) -> bool:
+    """Whether rows of a mixed step are what they are alone, bit for bit."""
+    rows = Rows(model, 64, 1, CONTEXT)
+    uses = [
+        RowAdapter(adapters[row % len(adapters)], 1.0) if row % 5 else None for row in range(64)
+    ]
+    together = rows(uses).copy()
+    return all(np.array_equal(rows.alone(row, uses[row])[0], together[row]) for row in range(64))
+
+
+def write_folder(folder: Path, values: AdapterValues) -> int:
+    """Write an adapter as a folder of peft in bfloat16; return its bytes."""
+    header, data, begin = {}, [], 0
+    for pair, a, b in values.pairs:
+        for which, array in (("A", a), ("B", b)):
+            stored = (array.view(np.uint32) >> 16).astype("<u2").tobytes()
+            name = f"base_model.model.model.layers.{pair.layer}.{pair.module}.lora_{which}.weight"
+            span = [begin, begin + len(stored)]
+            header[name] = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": span}
+            data.append(stored)
+            begin = span[1]
+    text = json.dumps(header).encode()
+    whole = len(text).to_bytes(8, "little") + text + b"".join(data)
+    (folder / "adapter_model.safetensors").write_bytes(whole)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK,
+              "target_modules": [module.rpartition(".")[2] for module in MODULES]}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return begin
+
+
+def loading(model: NativeModel) -> dict[str, float]:
+    """Loading of a folder by itself, and steps of 8 rows while that goes on."""
+    with tempfile.TemporaryDirectory() as name:
+        size = write_folder(Path(name), random_values(CONFIG, 99))
+
+        def load() -> None:
+            file = open_adapter(Path(name), CONFIG)
+            NativeAdapter(model.handle, CONFIG.num_hidden_layers, file.read(), floats=False)
+
+        times = [seconds(load, 0.0) for _ in range(1 + 5)][1:]
+        rows, stop = Rows(model, 8, 1, CONTEXT), threading.Event()
+
+        def load_on() -> None:
+            yield_to_steps()
+            while not stop.is_set():
+                load()
+
+        def slowest() -> float:
+            steps = [seconds(lambda: rows(None), 0.0) for _ in range(100 if QUICK else 400)]
+            return percentile(steps, 0.99)
+
+        quiet = slowest()
+        thread = threading.Thread(target=load_on)
+        thread.start()
+        busy = slowest()
+        stop.set()
+        thread.join()
+    return {
+        "load_mb": round(size / 1e6, 1),
+        "load_ms": round(statistics.median(times) * 1e3, 1),
+        "load_step_ms_p99": round((busy - quiet) * 1e3, 2),
+    }
+
+
+def main() -> int:
+    threads = choose_threads(int(os.environ["THREADS"]) if os.environ.get("THREADS") else None)
+    isa = os.environ.get("ISA") or None
+    results: dict[str, Any] = {"rank": RANK, "threads": threads}
+    for kinds in FORMATS:
+        dtype, kv_dtype = kinds.split("/")
+        bare = make_model(dtype, kv_dtype, threads, isa=isa)
+        model = make_model(dtype, kv_dtype, threads, isa=isa)
+        layers = CONFIG.num_hidden_layers
+        adapters = [
+            NativeAdapter(model.handle, layers, random_values(CONFIG, seed), floats=False)
+            for seed in range(64)
+        ]
+        found: dict[str, Any] = {"isa": model.isa}
+        ours, theirs = Rows(model, 8, 1, CONTEXT), Rows(bare, 8, 1, CONTEXT)
+        found["base_rows"] = ratio(lambda r=ours: r(None), lambda r=theirs: r(None))  # type: ignore[misc]
+        bare.close()
+        found |= measure(model, adapters)
+        found["identical"] = identical(model, adapters)
+        found |= loading(model)
+        found["adapter_mb"] = round(adapters[0].num_bytes / 1e6, 1)
+        model.close()
+        results[kinds] = found
+        print(f"{kinds} on {threads} threads, {found['isa']}, adapters of rank {RANK}:")
+        for name, value in found.items():
+            shown = (
+                f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
+                if name in CASES or name in ("base_rows", "prompt_192")
+                else value
+            )
+            print(f"  {name:24} {shown}")
+    big = make_model(
+        FORMATS[0].split("/")[0], FORMATS[0].split("/")[1], threads, config=BIG, isa=isa
+    )
+    layers = BIG.num_hidden_layers
+    count = 8 if QUICK else 64
+    adapters = [
+        NativeAdapter(big.handle, layers, random_values(BIG, seed), floats=False)
+        for seed in range(count)
+    ]
+    results["big"] = measure(big, adapters)
+    print(f"1.7B's shape, {FORMATS[0]}: {results['big']}")
+    first = results[FORMATS[0]]
+    print(json.dumps({"machine": machine()}))
+    print(json.dumps({"bench": "adapters", "results": results | first}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
