@@ -91,7 +91,7 @@ class Scheduler:
         # conditions of the newest plan with rows
         self.note: StepNote | None = None
         self._num_added = self._num_steps = 0
-        # requests with an adapter that have not ended, and what the last step's adapters cost
+        # requests with an adapter that have not ended, and the work of the last step's adapters
         self._num_adapted, self._adapters = 0, NO_ADAPTERS
         self._rest()
 

@@ -66,7 +66,7 @@ class Runner(Protocol):
     def constrain(self, matchers: MatcherSource, thread: Executor) -> None: ...
 
 
-# what runs plans, its description, and its adapters; None: a pooled model has none
+# runner of plans, its description, and its adapters; None: a pooled model has none
 Loaded: TypeAlias = tuple[Runner, BackendInfo, ModelAdapters | None]
 
 

@@ -81,7 +81,7 @@ class AdapterFile:
 
     path: Path
     pairs: tuple[AdapterPair, ...]
-    # what a user should know, e.g. that another base model is named
+    # remarks for users, such as the base model that the file names
     notes: tuple[str, ...] = ()
 
     @classmethod

@@ -77,7 +77,7 @@ class StepShape(NamedTuple):
 
 
 class AdapterWork(NamedTuple):
-    """What a step's adapters cost beyond its shape."""
+    """Work of a step's adapters beyond its shape."""
 
     # bytes of distinct adapters
     num_bytes: float = 0.0

@@ -36,8 +36,8 @@ class StepsInFlight:
 
     def __init__(self, step_time: StepTimeModel, lead_s: float) -> None:
         self._step_time, self._lead_s = step_time, lead_s
-        # with predicted seconds, how many of them go into making draft tokens, and what the adapters
-        # cost; None: the step did not run as planned
+        # with predicted seconds, how many of them go into making draft tokens, and the work of its
+        # adapters; None: it did not run as planned
         self._steps: deque[
             tuple[int, list[Request], StepShape, float, float, AdapterWork | None]
         ] = deque()

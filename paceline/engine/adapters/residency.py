@@ -1,4 +1,4 @@
-"""Which adapters are in memory: bytes, leases, and who goes for another.
+"""Adapters in memory: bytes, leases, and the choice of those that go for another.
 
 ::
 

@@ -58,7 +58,7 @@ class OpenedAdapter(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know."""
+        """Remarks for users."""
 
 
 @runtime_checkable
@@ -114,7 +114,7 @@ class AdapterStore:
         self._adapters: dict[str, _Adapter] = {}
         # requests by id: key, scale
         self._uses: dict[str, tuple[str, float]] = {}
-        # those to load without a request that waits for them, in order
+        # keys to load without a request that waits for them, in order
         self._wanted: list[str] = []
         self._num_slots = 0
         self._thread = ThreadPoolExecutor(

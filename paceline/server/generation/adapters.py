@@ -63,7 +63,9 @@ class AdapterNames:
     async def load_given(self) -> None:
         """Load the adapters that the server was started with. Raises as ``load`` does."""
         for given in self._config.modules:
-            await self._load(given.name, Path(given.path), given.path)
+            path = Path(given.path)
+            # where on this machine it lies is of no use to callers
+            await self._load(given.name, path, path.name)
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Load an adapter for requests, from one of the roots.

@@ -17,7 +17,7 @@ __all__ = ["NamedAdapter", "RequestRules"]
 
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:
-    """What a name of an adapter stands for."""
+    """A name of an adapter, and the load that it stands for."""
 
     name: str
     # the engine's key of this load

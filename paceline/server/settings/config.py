@@ -113,7 +113,7 @@ class AdapterModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """Where adapters come from."""
+    """Sources of adapters."""
 
     modules: tuple[AdapterModule, ...] = ()
     # requests with a key of scope admin, or all without keys, may load and unload

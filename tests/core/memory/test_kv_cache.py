@@ -12,8 +12,8 @@ import pytest
 from paceline.core.config import CacheConfig
 from paceline.core.memory.kv_cache import KVCacheManager, blocks_for, hash_block, root_hash
 from paceline.core.outputs import BlockCopy
-from paceline.core.request import Request
-from tests.driving import make_request
+from paceline.core.request import AdapterUse, Request
+from tests.driving import ask, make_request
 
 
 def manager_of(num_blocks: int = 8, **cache: Any) -> KVCacheManager:
@@ -98,6 +98,21 @@ def test_nothing_is_shared_under_another_salt_or_of_another_prompt(change: dict[
     admitted(manager, make_request("first", 6))
     other = make_request("other", **{"prompt": 6, **change})
     assert manager.num_found(other) == 0
+
+
+def test_prefixes_are_shared_only_under_the_same_salt_and_adapter() -> None:
+    def use(contents: int, slot: int = 0) -> AdapterUse:
+        return AdapterUse(bytes([contents]) * 32, slot, 1.0, 1, 1)
+
+    # a salt that is an adapter's key, or begins like one, is another root
+    salts = (None, "", "a", "\x02" + "\x07" * 32, "\x07" * 32)
+    roots = {root_hash(salt, each) for salt in salts for each in (None, use(7), use(8))}
+    assert len(roots) == 15
+    manager = manager_of()
+    admitted(manager, ask(make_request("first", 6), adapter=use(7)))
+    # loaded again, the same contents have another slot
+    for other, found in ((use(7), 4), (use(7, slot=3), 4), (use(8), 0), (None, 0)):
+        assert manager.num_found(ask(make_request("other", 6), adapter=other)) == found
 
 
 def test_blocks_of_an_ended_request_are_found_until_they_are_needed() -> None:

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.outputs import ScheduledRow
-from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import (
+    NO_ADAPTERS,
+    AdapterWork,
+    StepShape,
+    StepTimeModel,
+)
 
 
 def true_seconds(shape: StepShape, slow: float = 1.0) -> float:
@@ -79,6 +84,30 @@ def test_more_work_never_predicts_less_time(
         model.observe(StepShape().plus(before, tokens), seconds)
     base = StepShape().plus(10, 1)
     assert model.predict(base.plus(start, num_tokens)) >= model.predict(base)
+
+
+def test_it_learns_what_adapters_cost() -> None:
+    rng, model = random.Random(5), StepTimeModel()
+
+    def extra(work: AdapterWork) -> float:
+        return 5e-11 * work.num_bytes + 2e-11 * work.num_products
+
+    for _ in range(400):
+        work = NO_ADAPTERS
+        if rng.random() < 0.7:
+            work = AdapterWork(rng.randint(1, 64) * 10e6, rng.randint(1, 300) * 5e6)
+        shape = random_shape(rng)
+        model.observe(shape, true_seconds(shape) + extra(work), work)
+    for work in (NO_ADAPTERS, AdapterWork(80e6, 40e6), AdapterWork(10e6, 1e9)):
+        model.expect_adapters(work)
+        shape = random_shape(rng)
+        wanted = true_seconds(shape) + extra(work)
+        assert abs(model.predict(shape) / wanted - 1) < 0.02
+    # what was expected of one step does not stay for the next
+    model.expect_adapters(NO_ADAPTERS)
+    before = model.predict(shape)
+    model.observe(shape, true_seconds(shape), AdapterWork(1e9, 1e9))
+    assert abs(model.predict(shape) / before - 1) < 0.5
 
 
 def test_shape_of_a_plan_is_the_sum_of_its_rows() -> None:
