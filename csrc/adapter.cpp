@@ -126,8 +126,10 @@ void Adapter::set(int64_t layer, int matrix, const float* a, const float* b) {
   const int64_t rank = ranks_[size_t(layer * kAdapted + matrix)], columns = shape.columns, stride = padded(columns, 16);
   if (!rank) throw std::invalid_argument("matrix " + std::to_string(matrix) + " was given with rank 0");
   uint8_t* to = const_cast<uint8_t*>(product.a);
-  for (int64_t k = 0; k < rank; ++k)
-    for (int64_t i = 0; i < columns; ++i) put(to, (product.begin[m] + k) * stride + i, a[k * columns + i]);
+  for (int64_t k = 0; k < rank; ++k) {
+    const int64_t row = product.begin[m] + k, first = row / kRankUnit * kRankUnit * stride + row % kRankUnit * 16;
+    for (int64_t i = 0; i < columns; ++i) put(to, first + i / 16 * 16 * kRankUnit + i % 16, a[k * columns + i]);
+  }
   const AdaptedRows& rows = shape.matrices[size_t(m)];
   // by panels, since parts end in panels that are not whole
   size_t number = 0;

@@ -32,7 +32,8 @@ struct AdaptedProduct {
 constexpr int64_t kRankUnit = 4;
 
 // What one adapter adds to one product. Values are bfloat16 or float32, all of a layer's in one run of memory:
-//   a  [rank, columns padded to 16]           rows of the product's matrices one after another
+//   a  [rank / 4][columns / 16][4][16]         rows of the product's matrices one after another, four at a time, so
+//                                             that a shrink reads one run of memory
 //   b  for each panel [its rank][32 outputs]  what AdapterPanel names
 struct AdapterProduct {
   const uint8_t* a = nullptr;  // null: nothing

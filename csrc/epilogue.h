@@ -39,7 +39,10 @@ static void expand_rows(const RowAdapter* rows, const AdapterPanel& panel, Sums*
   PL_UNROLL
   for (int i = 0; i < 2 * N; ++i) acc[i] = zero();
   const uint8_t* b = panel.b;
-  for (int32_t k = 0; k < panel.rank; ++k, b += kPanel * (Floats ? 4 : 2)) {
+  constexpr int64_t bytes = kPanel * (Floats ? 4 : 2);
+  for (int32_t k = 0; k < panel.rank; ++k, b += bytes) {
+    // of the panel that follows
+    for (int64_t line = 0; line < bytes; line += 64) prefetch_l2(b + panel.rank * bytes + line);
     vf b0, b1;
     if constexpr (Floats) {
       b0 = load(reinterpret_cast<const float*>(b));

@@ -188,8 +188,8 @@ struct Kernels {
   // one key and one value head into token `slot` of a tile
   void (*store_kv)(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile);
   void (*attend[3])(const AttendArgs& args);
-  // sums[k] = factor * scales[k] * (row k of a) x for a multiple of kRankUnit rows of n values, padded to 16; see
-  // adapter.h
+  // sums[k] = factor * scales[k] * (row k of a) x for a multiple of kRankUnit rows of n values, laid out as
+  // adapter.h says
   void (*shrink)(const float* x, int64_t n, const uint8_t* a, bool floats, int64_t rank, const float* scales,
                  float factor, float* sums);
   // the first of the largest of n floats, n >= 1; -1 if one of them is infinite or NaN

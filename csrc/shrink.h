@@ -1,7 +1,6 @@
 // The first of an adapter's two products: a row times the rows of A.
 #pragma once
-#include "kernels.h"
-#include "simd.h"
+#include "epilogue.h"
 
 namespace PL_NAMESPACE {
 using namespace paceline;
@@ -17,28 +16,31 @@ PL_INLINE vf adapter_values(const uint8_t* p, int64_t index) {
 template <bool Floats>
 static void shrink_as(const float* x, int64_t n, const uint8_t* a, int64_t rank, const float* scales, float factor,
                       float* sums) {
-  const int64_t stride = (n + 15) / 16 * 16, whole = n / 32 * 32;
+  // of 16 columns of four rows
+  constexpr int64_t bytes = 4 * 16 * (Floats ? 4 : 2);
+  constexpr int other = PL_LEVEL >= 2 ? 4 : 0;
+  const int64_t whole = n / 32 * 32;
   for (int64_t k = 0; k < rank; k += 4) {
     vf acc[8];
     PL_UNROLL
     for (int i = 0; i < 8; ++i) acc[i] = zero();
     int64_t d = 0;
-    for (; d < whole; d += 32) {
+    for (; d < whole; d += 32, a += 2 * bytes) {
       const vf x0 = load(x + d), x1 = load(x + d + 16);
+      for (int64_t line = 0; line < 2 * bytes; line += 64) prefetch(a + kAhead + line);
       PL_UNROLL
       for (int i = 0; i < 4; ++i) {
-        acc[i] = fma(x0, adapter_values<Floats>(a, (k + i) * stride + d), acc[i]);
-        acc[PL_LEVEL >= 2 ? 4 + i : i] =
-            fma(x1, adapter_values<Floats>(a, (k + i) * stride + d + 16), acc[PL_LEVEL >= 2 ? 4 + i : i]);
+        acc[i] = fma(x0, adapter_values<Floats>(a, i * 16), acc[i]);
+        acc[other + i] = fma(x1, adapter_values<Floats>(a, 64 + i * 16), acc[other + i]);
       }
     }
-    for (; d < n; d += 16) {
+    for (; d < n; d += 16, a += bytes) {
       const vf x0 = load_n(x + d, n - d < 16 ? int(n - d) : 16);
       PL_UNROLL
-      for (int i = 0; i < 4; ++i) acc[i] = fma(x0, adapter_values<Floats>(a, (k + i) * stride + d), acc[i]);
+      for (int i = 0; i < 4; ++i) acc[i] = fma(x0, adapter_values<Floats>(a, i * 16), acc[i]);
     }
     PL_UNROLL
-    for (int i = 0; i < 4; ++i) sums[k + i] = factor * scales[k + i] * hsum(PL_LEVEL >= 2 ? add(acc[i], acc[4 + i]) : acc[i]);
+    for (int i = 0; i < 4; ++i) sums[k + i] = factor * scales[k + i] * hsum(other ? add(acc[i], acc[4 + i]) : acc[i]);
   }
 }
 

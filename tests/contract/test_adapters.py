@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,9 +23,11 @@ from safetensors.numpy import load_file, save_file
 
 from paceline.backends.native import unavailable_reason
 from paceline.checkpoints.open import open_checkpoint
-from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.flags.settings import ENGINE_PROCESS, EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.engine.local import LocalEngineClient
+from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.server.app import create_app, service_of
 from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
@@ -322,3 +326,45 @@ async def test_llama_servers_list_chooses_adapters_by_place(
                 got = await http.post(path, json=body)
                 assert got.status_code == 400, path
                 assert said in got.text
+
+
+@pytest.mark.slow
+async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
+    folder: Path, exact: dict[str, list[int]]
+) -> None:
+    settings = EngineSettings.of(
+        model_name="base", model_path=str(folder / "base"), compute="native", dtype="float32",
+        kv_dtype="float32", num_blocks=200, threads=1, speculative_config=None, enable_lora=True,
+        lora_bytes=64 << 20,
+    )  # fmt: skip
+
+    async def start(_: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+        return await ProcessEngineClient.start(ENGINE_PROCESS, settings.to_json(), ByteTokenizer)
+
+    client = await SupervisedEngineClient.start(start)
+    try:
+        config = AdapterConfig(roots=(folder / "adapters",), allow_runtime=True)
+        app = create_app(client, ServerConfig(adapters=config))
+        names = service_of(app).adapters
+        assert names is not None
+        for name in NAMES:
+            await names.load(name, name)
+        names.unload("c")
+        async with connect(app) as http:
+            running = [
+                asyncio.create_task(say(http, n, max_tokens=150)) for n in ("a", "b", "base")
+            ]
+            while client.stats.num_steps < 10:
+                await asyncio.sleep(0.001)
+            os.kill(client.pid, signal.SIGKILL)
+            found = await asyncio.gather(*running)
+            assert [ids[:12] for ids in found] == [exact["a"], exact["b"], exact["base"]]
+            assert [len(ids) for ids in found] == [150] * 3
+            assert client.faults.num_resent == 3
+            again = await asyncio.gather(
+                *(say(http, n, max_tokens=150) for n in ("a", "b", "base"))
+            )
+            assert again == found
+            assert {key.partition("#")[0] for key in client.adapters} == {"a", "b"}
+    finally:
+        await client.close()
