@@ -1,0 +1,46 @@
+"""Cascade: whether a small model's answer is good enough, or a large model is asked.
+
+::
+
+    prompt  --> prompts      hashed n-grams and form      \
+    answer  --> answers      exact faults                  > scorer --> score >= threshold: small
+                confidence   log-probabilities            /
+    labels  --> conformal    threshold whose expected loss is at most ``max_loss``
+    waits   --> easing       threshold between two bounds while the large engines are busy
+    turns   --> conversations   a conversation goes up freely, and never down
+
+A score is the predicted probability that the small answer loses nothing. Values in, decisions out:
+no clock and no socket.
+"""
+
+from paceline.routing.cascade.answers import Answer, exact_fault, is_loop, is_refusal
+from paceline.routing.cascade.confidence import CONFIDENCE, Token, confidence_of
+from paceline.routing.cascade.conformal import TooFewLabelsError, labels_missing, pick_threshold
+from paceline.routing.cascade.conversations import Conversations
+from paceline.routing.cascade.easing import Easing
+from paceline.routing.cascade.json_schema import violation
+from paceline.routing.cascade.prompts import FORM, NUM_BUCKETS, form_of, ngrams_of
+from paceline.routing.cascade.scorer import Features, Scorer, fit_scorer
+
+__all__ = [
+    "CONFIDENCE",
+    "FORM",
+    "NUM_BUCKETS",
+    "Answer",
+    "Conversations",
+    "Easing",
+    "Features",
+    "Scorer",
+    "Token",
+    "TooFewLabelsError",
+    "confidence_of",
+    "exact_fault",
+    "fit_scorer",
+    "form_of",
+    "is_loop",
+    "is_refusal",
+    "labels_missing",
+    "ngrams_of",
+    "pick_threshold",
+    "violation",
+]
