@@ -5,6 +5,7 @@ soonest, elsewhere when an engine fails, and goes on with a stream whose engine 
 
     lifecycle      bind, serve, drain
     app            HTTP routes            admin      status, health, models
+    cascade        a small model first
     proxy          one request on its way
     billing        what keys may spend    observability   metrics and traces
     routing        from a model's name to one engine

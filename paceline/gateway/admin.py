@@ -10,6 +10,7 @@ import msgspec
 from paceline import __version__
 from paceline.gateway.billing.spending import Spending
 from paceline.gateway.observability.metrics import GatewayMetrics
+from paceline.gateway.routing.data_policy import DataPolicy
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.routes import Routes
 from paceline.gateway.settings.config import GatewayConfig
@@ -40,6 +41,7 @@ class GatewayState(Protocol):
     metrics: GatewayMetrics
     budget: RetryBudget
     spending: Spending
+    policy: DataPolicy
     draining: bool
     in_flight: int
 

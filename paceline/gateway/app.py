@@ -15,17 +15,19 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from paceline.gateway.admin import AdminRoutes, as_json
 from paceline.gateway.billing.admission import Admission, Admitted, tokens_of
 from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
+from paceline.gateway.cascade.runner import Asked, Cascades
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
-from paceline.gateway.proxy.context import Allowed, RequestContext, salt_of
+from paceline.gateway.proxy.context import NO_NOTE, Allowed, RequestContext, salt_of
 from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
 from paceline.gateway.proxy.passthrough.kept import RESPONSES, StoredObjects
 from paceline.gateway.proxy.proxied_request import RELAYED, ProxiedRequest
@@ -33,6 +35,7 @@ from paceline.gateway.proxy.wake import Wake
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, least_tokens, measure
+from paceline.gateway.routing.data_policy import data_policy
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Picker
 from paceline.gateway.routing.routes import Endpoint, Route, Routes
@@ -105,6 +108,8 @@ class Gateway:
         self._admission = Admission(self.spending, self._limiter)
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
+        self.policy = data_policy(config)
+        self._cascades = Cascades(self, config)
         self._admin = AdminRoutes(self)
         self.stored = StoredObjects(self)
         self._counting = Counting(self, self.stored)
@@ -178,19 +183,49 @@ class Gateway:
     # ---------------------------------------------------------------- requests
 
     async def _proxy(self, incoming: IncomingRequest) -> None:
-        """Read a request, reserve what it may use, and relay it."""
+        """Read a request, and have it answered."""
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
         path, tenant = incoming.path, incoming.tenant
         body = read_body(await incoming.read_json(self.config.max_body_size))
         size = measure(body.fields)
         tokens = self._bytes_per_token.tokens(body.model, size)
-        route = self.routes.find(body.model, tokens, path=path).serving(path, body)
+        local = self.policy.is_local(incoming, body)
+        route = self.routes.find(body.model, tokens, path=path, local_only=local)
+        route = route.serving(path, body)
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
         if path == RESPONSES:
             route = await self.stored.bound(route, body, tenant)
         allowed = Allowed.parse(incoming.headers.get(b"x-paceline-allow"))
+        asked = Asked(incoming, body, size, tokens, route, allowed)
+        judge = self._cascades.find(path, body, route)
+        if judge is None:
+            await self.relay(asked)
+            return
+        # the gateway does not end between the two models
+        self.in_flight += 1
+        try:
+            await self._cascades.answer(judge, asked)
+        finally:
+            self._note_end()
+
+    async def relay(
+        self, asked: Asked, note: Mapping[str, Any] = NO_NOTE
+    ) -> Sequence[tuple[Endpoint, Used]]:
+        """Reserve what a request may use, relay it, and settle; returns its usage by engine.
+
+        Args:
+            note: what was decided before, for the answer's headers and last chunk.
+        """
+        incoming, body, size, tokens, route, allowed = msgspec.structs.astuple(asked)
+        path, tenant = incoming.path, incoming.tenant
+        if not route.tiers and route.local_only:
+            raise HttpError(
+                503,
+                f"this request may not go to a cloud, and all engines of {route.shown} are",
+                60.0,
+            )
 
         def other(model: str) -> Route:
             found = self.routes.find(model, tokens, local_only=route.local_only)
@@ -206,10 +241,11 @@ class Gateway:
             incoming, route, body, plan, other if allowed.fallback else None
         )
         proxied: ProxiedRequest | None = None
+        usage: Sequence[tuple[Endpoint, Used]] = ()
         self.in_flight += 1
         try:
             demand = self._demand(path, admitted.body, admitted.charge.route, size, tokens, tenant)
-            context = self._context(incoming, admitted, route, size, demand, allowed)
+            context = self._context(incoming, admitted, asked, demand, note)
             proxied = ProxiedRequest(context)
             if admitted.hold is not None:
                 incoming.settle_with(partial(_headers_settled, admitted.hold, proxied))
@@ -218,7 +254,6 @@ class Gateway:
         finally:
             self._note_end()
             incoming.settle_with(None)
-            usage: Sequence[tuple[Endpoint, Used]] = ()
             try:
                 if proxied is not None:
                     try:
@@ -229,6 +264,14 @@ class Gateway:
                         proxied.close()
             finally:
                 await self._admission.settle(admitted, usage)
+        return usage
+
+    def demand_of(self, asked: Asked) -> Demand:
+        """Return what a request demands of the model that it asked for."""
+        return self._demand(
+            asked.incoming.path, asked.body, asked.route, asked.size, asked.tokens,
+            asked.incoming.tenant,
+        )  # fmt: skip
 
     def _note_end(self) -> None:
         self.in_flight -= 1
@@ -249,14 +292,13 @@ class Gateway:
         self,
         incoming: IncomingRequest,
         admitted: Admitted,
-        asked: Route,
-        size: PromptSize,
+        asked: Asked,
         demand: Demand,
-        allowed: Allowed,
+        note: Mapping[str, Any],
     ) -> RequestContext:
-        """Gather what is given of a request; ``asked``: the route that its caller asked for."""
+        """Gather what is given of a request."""
         now, path, headers = self.now(), incoming.path, incoming.scope["headers"]
-        trace = self.tracing.begin(path, asked.model, incoming.request_id, headers, now)
+        trace = self.tracing.begin(path, asked.route.model, incoming.request_id, headers, now)
         return RequestContext(
             config=self.config,
             picker=self._picker,
@@ -266,25 +308,27 @@ class Gateway:
             metrics=self.metrics,
             now=self.now,
             incoming=incoming,
-            allowed=allowed,
+            allowed=asked.allowed,
             salt=salt_of(self._salt, incoming.tenant) if self._salt else "",
             tries_again=incoming.headers.get(b"x-stainless-retry-count", b"0") != b"0",
             trace=trace,
             path=path,
             body=admitted.body,
-            size=size,
+            size=asked.size,
             route=admitted.charge.route,
-            model=asked.shown,
+            model=asked.route.shown,
             demand=demand,
             arrived=now,
             wake=Wake(),
             watch=self.stored.watch(incoming.tenant) if path == RESPONSES else None,
+            note=note,
         )
 
     async def reload(self, config: GatewayConfig, keys: KeyRing) -> list[str]:
         """Switch to another configuration and return the changes in words. Running requests end
         under the old one."""
-        before = self.config
+        before, policy = self.config, data_policy(config)
+        cascades = Cascades(self, config, self._cascades)
         told = await self.upstreams.change(config)
         if config.models != before.models:
             names = ", ".join(model.name for model in config.models) or "those of the engines"
@@ -300,15 +344,18 @@ class Gateway:
                 told.append(f"{name} {old} -> {new}")
         self.config, self.keys = config, keys
         self.routes = Routes(config, self.upstreams.by_name)
+        self.policy, self._cascades = policy, cascades
         self.flow_control.change(config)
         self._picker.change(config.slow_factor)
         self.flow_control.pump()
         return told + fixed
 
     async def start(self) -> None:
-        """Ask every engine once, then keep polling them."""
+        """Ask every engine once, then keep polling them. Raises ConfigError if a calibration was
+        made with other models."""
         self.spending.start()
         await self.upstreams.start()
+        self._cascades.check()
 
     async def close(self) -> None:
         await self.upstreams.close()

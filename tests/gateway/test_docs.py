@@ -10,6 +10,7 @@ from typing import get_args
 import msgspec
 
 from paceline.gateway.observability.metrics import GatewayMetrics
+from paceline.gateway.settings.cascade import CascadeConfig, UnderLoad
 from paceline.gateway.settings.config import (
     EngineConfig,
     GatewayConfig,
@@ -31,9 +32,11 @@ def test_every_setting_is_there_with_its_default() -> None:
             defaults = cells[1].split(", ")
             for number, name in enumerate(re.findall(r"`([a-z_]+)`", cells[0])):
                 rows[name] = defaults[min(number, len(defaults) - 1)]
-    for kind in (GatewayConfig, EngineConfig, ModelConfig, PriceConfig, KeyConfig):
+    kinds = (GatewayConfig, EngineConfig, ModelConfig, PriceConfig, KeyConfig)
+    for kind in (*kinds, CascadeConfig, UnderLoad):
         for field in msgspec.structs.fields(kind):
-            if field.name in ("engines", "models", "prices", "keys"):
+            # a bound has the name of the first one
+            if field.name in ("engines", "models", "prices", "keys", "max_loss"):
                 continue
             assert field.name in rows, field.name
             default = field.default
@@ -53,7 +56,7 @@ def test_every_metric_is_there() -> None:
 
 
 def test_the_example_is_a_good_one() -> None:
-    example, spending, clouds = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    example, small_first, spending, clouds = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert tomllib.loads(example)["engines"]
     # the keys that they name are not set here
     config = parse_config(re.sub(r"api_key_env = .*", "", example).encode())
@@ -62,6 +65,9 @@ def test_the_example_is_a_good_one() -> None:
     whole = head + spending.replace('"small"', '"chat"') + tables
     priced = parse_config(re.sub(r"api_key_env = .*", "", whole).encode())
     assert [row.engine for row in priced.prices] == ["gpu1", ""]
+    engines = "".join(f'[[engines]]\nname = "{n}"\nurl = "http://h"\n' for n in ("cloud", "laptop"))
+    cascade = parse_config((engines + small_first).encode()).models[0].cascade
+    assert cascade is not None and cascade.small == "small"
     parts = parse_config(re.sub(r"api_key_env = .*", "", clouds).encode())
     assert [engine.kind for engine in parts.engines] == ["azure", "anthropic"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ async def test_models(http: httpx.AsyncClient) -> None:
     assert card["owned_by"] == "paceline"
     assert card["root"] == "null-model"
     assert card["parent"] is None
+    assert re.fullmatch("[0-9a-f]{32}", card["digest"])
     assert card["permission"][0]["object"] == "model_permission"
     one = (await http.get("/v1/models/alias")).json()
     assert one["id"] == "alias"

@@ -99,6 +99,10 @@ def run(args: argparse.Namespace) -> int:
         check_config(config)
     keys = _keys(config)
     if args.check:
+        from paceline.gateway.cascade.check import cascade_lacks
+
+        for sentence in cascade_lacks(config):
+            print(sentence)
         print(f"{len(config.engines)} engines, {len(config.models)} models: the file is valid")
         return 0
     host = args.host or config.host

@@ -143,6 +143,11 @@ class Spending:
             costs.append(Cost(name, model, used, amount))
         self._budgets.settle(charge.reservation, costs)
 
+    def cost(self, endpoint: Endpoint, used: Used) -> int:
+        """Return what a request costs at an endpoint; 0 where it has no price."""
+        price = self.prices.find(endpoint.upstream.name, endpoint.model)
+        return 0 if price is None else price.of(used)
+
     def status(self) -> Mapping[str, Any]:
         """Return the status of configured keys, and of others that spent anything today."""
         today = self.ledger.spent_on(Budget(0, "day").begins(self._wall()))

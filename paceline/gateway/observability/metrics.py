@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, Literal
 
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.upstreams.upstream import Upstream
@@ -82,6 +82,24 @@ class GatewayMetrics:
             "Requests sent to a second engine because the first token was late: won, lost, failed.",
             "result",
         )
+        self._cascaded = self._of_model(
+            "counter",
+            "cascade_requests",
+            "Requests of a model with a cascade: small (the small model answered), escalated (the "
+            "large one did, after the small one), large (the large one alone).",
+            "answered_by",
+        )
+        self._wasted = self._of_model(
+            "counter",
+            "cascade_wasted_tokens",
+            "Output tokens of the small model that no caller got.",
+        )
+        self._saved = self._of_model(
+            "gauge",
+            "cascade_saved",
+            "Spending that a cascade has saved: what the large model would have cost for the small "
+            "one's answers, without what the small one cost, in the configuration's currency.",
+        )
         self._spend = self.registry.numbers(
             "gauge",
             f"{_PREFIX}spend_today",
@@ -92,6 +110,11 @@ class GatewayMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Numbers:
         return self.registry.numbers("counter", f"{_PREFIX}{name}", text, "engine", *labels)
+
+    def _of_model(
+        self, kind: Literal["counter", "gauge"], name: str, text: str, *labels: str
+    ) -> Numbers:
+        return self.registry.numbers(kind, f"{_PREFIX}{name}", text, "model", *labels)
 
     def _gauge(self, name: str, text: str) -> Numbers:
         return self.registry.numbers("gauge", f"{_PREFIX}{name}", text, "engine")
@@ -112,6 +135,17 @@ class GatewayMetrics:
 
     def hedged(self, endpoint: Endpoint, result: str) -> None:
         self._hedges.at(endpoint.upstream.name, result).value += 1
+
+    def cascaded(self, model: str, answered_by: str) -> None:
+        """Count a request of a cascade; ``answered_by``: small, escalated or large."""
+        self._cascaded.at(model, answered_by).value += 1
+
+    def cascade_wasted(self, model: str, tokens: int) -> None:
+        self._wasted.at(model).value += tokens
+
+    def cascade_saved(self, model: str, amount: float) -> None:
+        """Add what an answer of the small model has saved; negative: it was paid for nothing."""
+        self._saved.at(model).value += amount
 
     def first_token(self, endpoint: Endpoint, seconds: float) -> None:
         self._first.at(endpoint.upstream.name).observe(seconds)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -26,7 +26,10 @@ from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.upstreams.upstream import Upstream
 from paceline.routing import Demand, HedgeBudget, RetryBudget
 
-__all__ = ["Allowed", "RequestContext", "Watch", "salt_of"]
+__all__ = ["NO_NOTE", "Allowed", "RequestContext", "Watch", "salt_of"]
+
+# nothing was decided of a request that its caller is told
+NO_NOTE: Final[Mapping[str, Any]] = {}
 
 # called once per answer: the engine, the first bytes of a stream or a whole body, and which of both
 Watch = Callable[[Upstream, bytes, bool], None]
@@ -40,6 +43,8 @@ class Allowed:
     fallback: bool = True
     resume: bool = True
     hedge: bool = True
+    # a small model answers where that is good enough
+    cascade: bool = True
 
     @classmethod
     def parse(cls, value: bytes | None) -> Allowed:
@@ -47,10 +52,11 @@ class Allowed:
         if value is None:
             return _ALL
         words = {word.strip().lower() for word in value.decode("latin-1").split(",")}
-        return cls(*(name in words for name in ("retry", "fallback", "resume", "hedge")))
+        return cls(*(name in words for name in _MEASURES))
 
 
 _ALL: Final = Allowed()
+_MEASURES: Final = ("retry", "fallback", "resume", "hedge", "cascade")
 
 
 def salt_of(secret: str, tenant: str) -> str:
@@ -94,6 +100,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     wake: Wake
     # sees the beginning of the answer before the caller does; None: nothing does
     watch: Watch | None = None
+    # what was decided before, for the answer's headers and last chunk
+    note: Mapping[str, Any] = NO_NOTE
 
     @property
     def names_stored(self) -> bool:

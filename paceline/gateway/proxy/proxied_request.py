@@ -74,6 +74,8 @@ class ProxiedRequest:
         if context.model != context.route.shown:
             # the key's budget does not cover the model that was asked for
             self._response.note(fallback=context.route.model)
+        if context.note:
+            self._response.note(**context.note)
 
     def _new_relay(self) -> StreamRelay:
         context, body = self.context, self.context.body

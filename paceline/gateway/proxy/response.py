@@ -26,7 +26,7 @@ from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
 from paceline.statuses import meaning_of
 
-__all__ = ["Response"]
+__all__ = ["Response", "cascade_header"]
 
 # headers of a stream before its engine has sent any
 _EVENTS: Final = [(b"content-type", SSE.encode())]
@@ -116,6 +116,8 @@ class Response(Downstream):
         if "fallback" in notes:
             name = attempt.endpoint.model.encode("ascii", "backslashreplace")
             found.append((b"x-paceline-fallback", name))
+        if "cascade" in notes:
+            found.append((b"x-paceline-cascade", cascade_header(notes["cascade"])))
         return found
 
     async def flush(self, *, comments: bool = False) -> None:
@@ -255,6 +257,18 @@ class Response(Downstream):
                 "no other engine of this model" if resumable else "this engine cannot resume",
             )
         await self.end(event)
+
+
+def cascade_header(note: Mapping[str, Any]) -> bytes:
+    """Return a cascade's note as its header has it: ``small; model="s"; why="score"``."""
+    told = [str(note["by"])]
+    for name, value in note.items():
+        if isinstance(value, str) and name != "by":
+            bare = value.replace("\\", "").replace('"', "")
+            told.append(f'{name}="{bare}"')
+        elif name != "by":
+            told.append(f"{name}={value}")
+    return "; ".join(told).encode("ascii", "backslashreplace")
 
 
 def _headers_of(attempt: Attempt) -> Headers:

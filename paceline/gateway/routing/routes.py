@@ -172,13 +172,14 @@ class Routes:
         if (found := self._aliases.find(name)) is not None:
             alias, stem = found
             return self._configured(self._aliased[alias], local_only, name, stem)
-        endpoints = [] if self._are_named else self._served(name)
-        if not endpoints:
+        endpoints = None if self._are_named else self._served(name, local_only)
+        if endpoints is None:
             served = ", ".join(self.names()[:20]) or "none, as no engine has answered yet"
             raise UnknownModelError(
                 f"The model {name[:200]!r} does not exist here; served: {served}"
             )
-        return Route(name, (endpoints,), path=path)
+        tiers = (endpoints,) if endpoints else ()
+        return Route(name, tiers, local_only=local_only, path=path)
 
     def names(self) -> list[str]:
         """Return the names that callers may request: configured ones, else the engines'."""
@@ -232,9 +233,15 @@ class Routes:
         models = upstream.models or {}
         return name if name in models or len(models) != 1 else next(iter(models))
 
-    def _served(self, name: str) -> list[Endpoint]:
+    def _served(self, name: str, local_only: bool) -> list[Endpoint] | None:
+        """Return the endpoints of a model of the engines; None: no engine has it."""
+        found = [
+            upstream for upstream in self._upstreams.values() if name in (upstream.models or {})
+        ]
+        if not found:
+            return None
         return [
             Endpoint(upstream, name, 0)
-            for upstream in self._upstreams.values()
-            if name in (upstream.models or {})
+            for upstream in found
+            if not (local_only and upstream.config.cloud)
         ]

@@ -29,6 +29,7 @@ import msgspec
 from paceline.core.policies import POLICIES
 from paceline.errors import ConfigError
 from paceline.gateway.settings.aliases import Aliases, is_alias
+from paceline.gateway.settings.cascade import CascadeConfig, check_cascade
 from paceline.gateway.settings.prices import Budget, Price, Prices, parse_amount
 from paceline.http.fields import BYTE_ORDER_MARK, show_url
 from paceline.http.otlp import check_endpoint
@@ -113,6 +114,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     local_only: bool = False
     # model for prompts of more tokens than the key says: "4096" = "long"
     length_over: dict[str, str] = {}
+    # a small model answers where that is good enough; None: this model does, always
+    cascade: CascadeConfig | None = None
 
 
 Amount = str | int | float
@@ -146,6 +149,8 @@ class KeyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     soft: bool = False
     # model that serves a request which the budget does not cover; "": none
     over_budget: str = ""
+    # its requests never go to a cloud
+    local_only: bool = False
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -172,6 +177,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_concurrent_per_key: int = 0
     # redis://..., for limits that several gateways share; "": this gateway counts alone
     rate_limit_storage: str = ""
+    # requests that never go to a cloud: with one of these in ``x-paceline-tags``, or with a text
+    # that one of these regular expressions finds
+    local_only_tags: tuple[str, ...] = ()
+    local_only_patterns: tuple[str, ...] = ()
     # environment variable with the secret that each key's cache salt is derived from
     salt_env: str = ""
     poll_interval: float = 0.25
@@ -271,6 +280,9 @@ def check_config(config: GatewayConfig) -> None:
             raise ConfigError(f"two {kind} are named {twice[0]!r}")
     for model in config.models:
         _check_model(model, config)
+        if model.cascade is not None:
+            _check_small(model, model.cascade, config)
+    _check_patterns(config)
     for name, low in (
         ("poll_interval", 0.01),
         ("poll_timeout", 0.01),
@@ -317,6 +329,34 @@ def check_config(config: GatewayConfig) -> None:
         )
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"port must be 0 to 65535, got {config.port}")
+
+
+def _check_small(model: ModelConfig, cascade: CascadeConfig, config: GatewayConfig) -> None:
+    if is_alias(model.name):
+        raise ConfigError(f"model {model.name}: a name with a * has no cascade")
+    check_cascade(model.name, cascade)
+    others = {other.name: other for other in config.models if not is_alias(other.name)}
+    small = others.get(cascade.small)
+    if small is None or small is model:
+        raise ConfigError(
+            f"model {model.name}: cascade.small names {cascade.small!r}, which is not another "
+            "model here"
+        )
+    if small.cascade is not None or small.length_over:
+        raise ConfigError(
+            f"model {model.name}: cascade.small names {small.name!r}, which has a cascade or "
+            "length_over itself"
+        )
+
+
+def _check_patterns(config: GatewayConfig) -> None:
+    for pattern in config.local_only_patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"local_only_patterns: {pattern[:80]!r} is no regular expression: {error}"
+            ) from None
 
 
 def key_limits(config: GatewayConfig) -> KeyLimits:

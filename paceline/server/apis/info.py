@@ -141,6 +141,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
             "n_vocab": service.client.info.vocab_size,
             "n_ctx": service.rules.max_model_len,
         },
+        "digest": service.model_digest,
         "permission": [
             {
                 "id": f"modelperm-{uuid4().hex}",

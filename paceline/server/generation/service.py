@@ -127,6 +127,15 @@ class Service:
         parts = (paceline.__version__, info.model, info.backend, info.dtype, info.kv_dtype)
         return f"fp_{sha256(repr(parts).encode()).hexdigest()[:10]}"
 
+    @cached_property
+    def model_digest(self) -> str:
+        """A hash that changes with the model, its number formats, and its chat template: what an
+        answer's log-probabilities depend on. It outlasts an upgrade, other than ``fingerprint``."""
+        info = self.client.info
+        template = self.client.tokenizer.chat_template_source
+        parts = (info.model, info.backend, info.dtype, info.kv_dtype, template)
+        return sha256(repr(parts).encode()).hexdigest()[:32]
+
     @property
     def is_ending(self) -> bool:
         """Whether an answer that begins now is the last one on its connection."""

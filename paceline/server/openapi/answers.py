@@ -82,6 +82,7 @@ def answer_schemas() -> dict[str, Schema]:
                 "root": STRING,
                 "parent": maybe_text,
                 "max_model_len": integer(1, 2**31),
+                "digest": STRING,
                 "permission": array(permission),
                 "meta": OBJECT,
             }

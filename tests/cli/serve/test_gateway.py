@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from paceline.cli.main import main
+from tests.gateway.cascade.helpers import calibration
 from tests.server.live_process import live_server
 
 ENGINE = '[[engines]]\nname = "a"\nurl = "{url}"\n'
@@ -35,6 +36,33 @@ def test_a_file_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     keys.write_text("# no keys\n")
     assert main(["gateway", str(path), "--check"]) == 2
     assert "holds no key" in capsys.readouterr().err
+
+
+def test_what_a_cascade_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gateway.toml"
+    engine = ENGINE.format(url="http://127.0.0.1:1")
+    models = (
+        '[[models]]\nname = "s"\ntiers = [["a"]]\n[[models]]\nname = "m"\ntiers = [["a"]]\n'
+        '[models.cascade]\nsmall = "s"\nprefix_tokens = 2\n'
+    )
+    for kind, more, words in (
+        ("auto", "", "without a calibration exact faults alone decide"),
+        ("anthropic", ["route", "cascade", "prefix"], "engine a of s tells no logprobs"),
+        ("auto", ["route"], "was made without logprobs: the prompt alone is scored"),
+    ):
+        made = f'calibration = "{calibration(tmp_path, modes=more)}"\n' if more else ""
+        path.write_text(f'{engine}kind = "{kind}"\n{models}{made}')
+        assert main(["gateway", str(path), "--check"]) == 0
+        assert words in capsys.readouterr().out
+    for text, words in (
+        ("{}", "is no calibration"),
+        (Path(calibration(tmp_path, losses=[0.0] * 18)).read_text(), "1 are missing"),
+        (Path(calibration(tmp_path, first=8)).read_text(), "for prefix_tokens 8, not 2"),
+    ):
+        Path(tmp_path / "other").write_text(text)
+        path.write_text(f'{engine}{models}calibration = "{tmp_path / "other"}"\n')
+        assert main(["gateway", str(path), "--check"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_it_serves_reads_its_file_again_and_ends(tmp_path: Path) -> None:

@@ -7,6 +7,10 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.gateway.settings.config import Secret, parse_config
 
+TWO = (
+    '[[engines]]\nname = "a"\nurl = "http://h"\n[[models]]\nname = "small"\ntiers = [["a"]]\n'
+    '[[models]]\nname = "m"\ntiers = [["a"]]\n[models.cascade]\nsmall = "small"\n'
+)
 ENGINE = '[[engines]]\nname = "a"\nurl = "http://127.0.0.1:8001"\n'
 
 
@@ -59,6 +63,26 @@ def test_a_good_one() -> None:
             '[[models]]\nname = "l"\ntiers = [["far"]]',
             "in its length_over are cloud = true",
         ),
+        (TWO + "max_loss = 0", "cascade.max_loss must lie between 0 and 1, got 0"),
+        (TWO + "max_loss = 1.0", "between 0 and 1, got 1"),
+        (
+            TWO + 'calibration = "f"\nunder_load = {max_loss = 0.04}',
+            "under_load.max_loss must be at least max_loss 0.05 and below 1, got 0.04",
+        ),
+        (
+            TWO + 'calibration = "f"\nunder_load = {max_loss = 0.1, full_wait = 0.0}',
+            "full_wait must be above 0 and below 3600 s, got 0",
+        ),
+        (TWO + "prefix_tokens = 0", "prefix_tokens must be 1 to 256, got 0"),
+        (TWO + 'mode = "route"', "mode route needs a calibration"),
+        (TWO + "under_load = {max_loss = 0.1}", "under_load needs a calibration"),
+        (TWO.replace('small = "small"', 'small = "m"'), "names 'm', which is not another model"),
+        (
+            TWO.replace('tiers = [["a"]]\n[[', 'tiers = [["a"]]\ncascade = {small = "m"}\n[['),
+            "which has a cascade or length_over itself",
+        ),
+        (TWO.replace('"m"', '"m*"'), "a name with a \\* has no cascade"),
+        ("local_only_patterns = ['(']\n" + ENGINE, "no regular expression"),
         (
             ENGINE + 'cloud = true\n[[models]]\nname = "m"\ntiers = [["a"]]\nlocal_only = true',
             "all its engines are cloud",

@@ -42,7 +42,8 @@ class Counting:
         if incoming.method != "POST":
             raise HttpError(405, f"{path} takes POST, not {incoming.method}")
         body = read_body(await incoming.read_json(gateway.config.max_body_size))
-        route = gateway.routes.find(body.model, 0.0)
+        local = gateway.policy.is_local(incoming, body)
+        route = gateway.routes.find(body.model, 0.0, local_only=local)
         alias = route.model if route.asked else ""
         gateway.spending.check(incoming.tenant, body.model or route.model, alias)
         route = await self._stored.bound(route, body, incoming.tenant)

@@ -273,10 +273,10 @@ class StoredObjects:
             upstream = await self._home("files", asked.input_file_id, incoming.tenant)
         else:
             body = await incoming.read(most)
-            upstream = self._place(body)
+            upstream = self._place(body, self._gateway.policy.is_local_upload(incoming, body))
         await self._pass_on(incoming, upstream, body)
 
-    def _place(self, upload: bytes) -> Upstream:
+    def _place(self, upload: bytes, local_only: bool) -> Upstream:
         """Choose the least busy engine that has the model of an upload's first line by that name.
         Raises HttpError, and UnknownModelError."""
         upstreams = self._with_files()
@@ -284,7 +284,7 @@ class StoredObjects:
         if told is not None:
             name = msgspec.json.decode(told[1], type=str)
             # the engine reads the lines unchanged, so the name must match
-            route = self._gateway.routes.find(name, 0.0)
+            route = self._gateway.routes.find(name, 0.0, local_only=local_only)
             places = {s.upstream.name for tier in route.tiers for s in tier if s.model == name}
             upstreams = [e for e in upstreams if e.name in places]
         else:

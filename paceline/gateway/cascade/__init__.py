@@ -1,0 +1,9 @@
+"""Cascade of one model: the small one first, where that is good enough.
+
+::
+
+    runner     which model a request goes to, and in what order
+    judge      scores and thresholds of one model, by its calibration
+    prompt     what a request asks        answer   what a model said
+    gate       a stream whose first tokens are held back
+"""

@@ -1,0 +1,175 @@
+"""What a model said: read for the decision, and changed to what its caller asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from paceline.gateway.cascade.prompt import Prompt
+from paceline.gateway.requests.body import Body
+from paceline.gateway.streams.openai_stream import DONE
+from paceline.routing.cascade import Answer, Token
+
+__all__ = [
+    "Said",
+    "events_of",
+    "read_said",
+    "shown",
+    "tokens_of",
+    "with_logprobs",
+    "without_logprobs",
+]
+
+# likeliest tokens that are asked for at each place
+_TOP: Final = 5
+
+
+class _Top(msgspec.Struct):
+    logprob: float = 0.0
+
+
+class _Place(msgspec.Struct):
+    logprob: float = 0.0
+    top_logprobs: list[_Top] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Place] | None = None
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str = ""
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function = _Function()
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: Any = None
+
+
+class _Whole(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Said(msgspec.Struct, frozen=True):
+    """One answer, and its tokens; without any, the engine tells no log-probabilities."""
+
+    answer: Answer
+    tokens: Sequence[Token]
+
+
+def with_logprobs(body: Body, *, stream: bool) -> Body:
+    """Return a request that also asks for log-probabilities."""
+    body = without_logprobs(body, stream=stream)
+    top = max(_TOP, _asked_top(body))
+    fields = {**body.fields, "logprobs": b"true", "top_logprobs": b"%d" % top}
+    return msgspec.structs.replace(body, fields=fields)
+
+
+def without_logprobs(body: Body, *, stream: bool) -> Body:
+    """Return a request as it is, but for whether its answer is streamed."""
+    if body.stream == stream:
+        return body
+    fields = {n: v for n, v in body.fields.items() if n not in ("stream", "stream_options")}
+    return msgspec.structs.replace(
+        body, fields=fields, stream=False, include_usage=False, return_token_ids=False
+    )
+
+
+def _asked_top(body: Body) -> int:
+    value = body.fields.get("top_logprobs", b"0")
+    return min(20, int(value)) if value.isdigit() else 0
+
+
+def tokens_of(logprobs: Any) -> list[Token]:
+    """Return the tokens of a choice's ``logprobs``, of an answer or of a chunk. Raises
+    ValidationError."""
+    found = msgspec.convert(logprobs, _Logprobs | None)
+    return [
+        Token(place.logprob, [top.logprob for top in place.top_logprobs or ()])
+        for place in (found and found.content) or ()
+    ]
+
+
+def read_said(data: bytes, prompt: Prompt) -> Said | None:
+    """Read a whole answer; None: it is none of a chat."""
+    try:
+        choice = msgspec.json.decode(data, type=_Whole).choices[0]
+        tokens = tokens_of(choice.logprobs)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError):
+        return None
+    message = choice.message
+    answer = Answer(
+        text=message.content or "",
+        finish_reason=choice.finish_reason or "stop",
+        refusal=message.refusal or "",
+        calls=[(c.function.name, c.function.arguments) for c in message.tool_calls or ()],
+        tools=prompt.tools,
+        wants_json=prompt.wants_json,
+        schema=prompt.schema,
+    )
+    return Said(answer, tokens)
+
+
+def shown(whole: dict[str, Any], body: Body, note: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return an answer or a chunk as the caller asked for it.
+
+    Args:
+        body: the request as it came.
+        note: what the gateway did; None: a later chunk says it.
+    """
+    wants = body.fields.get("logprobs") == b"true"
+    for choice in whole.get("choices") or ():
+        told = choice.get("logprobs")
+        if told is None:
+            continue
+        if not wants:
+            choice["logprobs"] = None
+            continue
+        for place in told.get("content") or ():
+            place["top_logprobs"] = (place.get("top_logprobs") or [])[: _asked_top(body)]
+    if note is not None:
+        whole["paceline"] = {**whole.get("paceline", {}), **note}
+    return whole
+
+
+def events_of(whole: dict[str, Any], body: Body) -> bytes:
+    """Return a whole answer, as it is shown, as the events of a stream."""
+    names = ("id", "created", "model")
+    head: dict[str, Any] = {name: whole[name] for name in names if name in whole}
+    head["object"] = "chat.completion.chunk"
+    first, last = [], []
+    for choice in whole["choices"]:
+        index, message = choice.get("index", 0), dict(choice["message"])
+        calls = message.get("tool_calls")
+        if calls:
+            message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        first.append(
+            {
+                "index": index,
+                "delta": message,
+                "logprobs": choice.get("logprobs"),
+                "finish_reason": None,
+            }
+        )
+        last.append({"index": index, "delta": {}, "finish_reason": choice.get("finish_reason")})
+    chunks: list[dict[str, Any]] = [
+        {**head, "choices": first},
+        {**head, "choices": last, "paceline": whole.get("paceline", {})},
+    ]
+    if body.include_usage and "usage" in whole:
+        chunks.append({**head, "choices": [], "usage": whole["usage"]})
+    return b"".join(b"data: %b\n\n" % msgspec.json.encode(chunk) for chunk in chunks) + DONE

@@ -1,0 +1,228 @@
+"""Gates between a request at the small model and its caller: one keeps the whole answer, one holds
+the first tokens of a stream back until it is opened.
+
+A gate takes the place of the caller's connection. What it has not let through, the caller never
+sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.types import Message
+
+from paceline.gateway.cascade.answer import Said, shown, tokens_of
+from paceline.gateway.cascade.prompt import Prompt
+from paceline.gateway.requests.body import Body
+from paceline.gateway.requests.incoming import IncomingRequest
+from paceline.http.body_writer import BodyWriter
+from paceline.http.upstream import Headers
+from paceline.routing.cascade import Answer, Token
+from paceline.wire.sse import SseEvents, payload_of
+
+__all__ = ["OpenGate", "PrefixGate", "WholeGate", "behind"]
+
+_KEPT: Final = frozenset({b"content-type", b"cache-control", b"x-accel-buffering"})
+
+
+def behind(incoming: IncomingRequest, gate: WholeGate) -> IncomingRequest:
+    """Return the request with ``gate`` in place of its caller's connection."""
+    return IncomingRequest(
+        incoming.scope, incoming.path, incoming.headers, incoming.receive, gate.send,
+        incoming.request_id, incoming.common, gate.writer, incoming.key, incoming.tenant,
+        incoming.ticket,
+    )  # fmt: skip
+
+
+class _OpenWriter(BodyWriter):
+    """Fast path of a caller's connection, for good answers alone."""
+
+    __slots__ = ("_incoming",)
+
+    def __init__(self, writer: BodyWriter, incoming: IncomingRequest) -> None:
+        super().__init__(writer._cycle)
+        self._incoming = incoming
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        self._incoming.started = super().start(status, headers, body)
+        return self._incoming.started
+
+    def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        self._incoming.started = status == 200 and super().whole(status, headers, body)
+        return self._incoming.started
+
+
+class WholeGate:
+    """Keeps an answer."""
+
+    # fast path to the caller; None: there is none past this gate
+    writer: BodyWriter | None = None
+
+    def __init__(self) -> None:
+        # 0: there is none yet
+        self.status = 0
+        self.headers: Headers = []
+        self.body = bytearray()
+
+    @property
+    def kept(self) -> Headers:
+        """The headers that are the answer's; the caller's connection has the others itself."""
+        return [
+            header
+            for header in self.headers
+            if header[0] in _KEPT or header[0].startswith(b"x-paceline-")
+        ]
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], message["headers"]
+        else:
+            self.body += message.get("body", b"")
+
+
+class OpenGate(WholeGate):
+    """Lets a good answer through at once, and keeps a refusal."""
+
+    def __init__(self, incoming: IncomingRequest) -> None:
+        super().__init__()
+        self._incoming = incoming
+        if incoming.writer is not None:
+            self.writer = _OpenWriter(incoming.writer, incoming)
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            self.status = 200
+            # the head has what every answer has, by the request behind this gate
+            self._incoming.started = True
+        if self._incoming.started:
+            await self._incoming.send_on(message)
+        else:
+            await super().send(message)
+
+
+class PrefixGate(WholeGate):
+    """Holds the first ``first`` tokens of a stream back, and reads them.
+
+    Args:
+        body: the request as it came.
+    """
+
+    def __init__(self, incoming: IncomingRequest, body: Body, first: int) -> None:
+        super().__init__()
+        self._incoming, self._body, self._first = incoming, body, first
+        self._events = SseEvents()
+        # chunks, and comments as they came
+        self._held: list[dict[str, Any] | bytes] = []
+        self._tokens: list[Token] = []
+        self._text: list[str] = []
+        self._calls: dict[int, list[str]] = {}
+        self._finish = ""
+        # parts with output, for streams without log-probabilities
+        self.num_parts = 0
+        # set once the first tokens are there, or the answer is over
+        self.ready = asyncio.Event()
+        self._opened = asyncio.Event()
+        self._note: Mapping[str, Any] = {}
+        self._head: Headers = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer has ended."""
+        return bool(self._finish)
+
+    @property
+    def num_tokens(self) -> int:
+        return max(len(self._tokens), self.num_parts)
+
+    def said(self, prompt: Prompt) -> Said:
+        """Return what was said so far."""
+        answer = Answer(
+            text="".join(self._text),
+            finish_reason=self._finish or "stop",
+            calls=[(name, arguments) for name, arguments in self._calls.values()],
+            tools=prompt.tools,
+            wants_json=prompt.wants_json,
+            schema=prompt.schema,
+        )
+        return Said(answer, self._tokens)
+
+    def open(self, note: Mapping[str, Any], told: Headers) -> None:
+        """Let everything through from now on; ``note``: for the last chunk, ``told``: for the
+        head."""
+        self._note, self._head = note, [*self.kept, *told]
+        self._opened.set()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await super().send(message)
+            return
+        data, more = message.get("body", b""), message.get("more_body", False)
+        if self.status != 200:
+            self.body += data
+            return
+        for event in self._events.feed(data):
+            self._read(event)
+        if not more or self._finish or self.num_tokens >= self._first:
+            self.ready.set()
+            await self._opened.wait()
+            await self._let_through(more=more)
+
+    def _read(self, event: bytes) -> None:
+        payload = payload_of(event)
+        if event.startswith(b":"):
+            self._held.append(event + b"\n\n")
+        if not payload or payload == b"[DONE]":
+            return
+        try:
+            chunk = msgspec.json.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return
+        if not isinstance(chunk, dict):
+            return
+        self._held.append(chunk)
+        if self._opened.is_set():
+            return
+        for choice in chunk.get("choices") or ():
+            self._read_choice(choice)
+
+    def _read_choice(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        # an engine's odd ones are none
+        with contextlib.suppress(msgspec.ValidationError):
+            self._tokens += tokens_of(choice.get("logprobs"))
+        text = delta.get("content")
+        if isinstance(text, str) and text:
+            self._text.append(text)
+        for call in delta.get("tool_calls") or ():
+            told = call.get("function") or {}
+            kept = self._calls.setdefault(call.get("index", 0), ["", ""])
+            kept[0] += told.get("name") or ""
+            kept[1] += told.get("arguments") or ""
+        self.num_parts += bool(text or delta.get("tool_calls"))
+        self._finish = self._finish or choice.get("finish_reason") or ""
+
+    async def _let_through(self, *, more: bool) -> None:
+        """Send what is held, and the head before it."""
+        if not self._incoming.started:
+            await self._incoming.send(
+                {"type": "http.response.start", "status": 200, "headers": self._head}
+            )
+        out = []
+        for chunk in self._held:
+            if isinstance(chunk, bytes):
+                out.append(chunk)
+                continue
+            ends = any(choice.get("finish_reason") for choice in chunk.get("choices") or ())
+            told = shown(chunk, self._body, self._note if ends else None)
+            out.append(b"data: %b\n\n" % msgspec.json.encode(told))
+        self._held.clear()
+        if not more:
+            out.append(b"data: [DONE]\n\n")
+        if out or not more:
+            await self._incoming.send(
+                {"type": "http.response.body", "body": b"".join(out), "more_body": more}
+            )

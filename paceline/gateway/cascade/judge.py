@@ -1,0 +1,165 @@
+"""Judge of one model: scores and thresholds, by its calibration and the load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from paceline.errors import ConfigError
+from paceline.gateway.cascade.answer import Said
+from paceline.gateway.cascade.prompt import Prompt
+from paceline.gateway.routing.routes import Endpoint, Route
+from paceline.gateway.settings.calibration import Calibration, Fitted, digest_of, read_calibration
+from paceline.gateway.settings.cascade import CascadeConfig, Mode
+from paceline.gateway.upstreams.upstream import UpstreamModel
+from paceline.routing.cascade import (
+    Conversations,
+    Easing,
+    Features,
+    confidence_of,
+    exact_fault,
+    is_refusal,
+    pick_threshold,
+)
+
+__all__ = ["Decision", "Judge"]
+
+# digits of scores and thresholds that callers see
+_DIGITS: Final = 4
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Whether the small model's answer is good enough, and why."""
+
+    small: bool
+    # "score", a fault of the answer, or what left no choice
+    why: str
+    score: float | None = None
+    threshold: float | None = None
+
+    def note(self, by: str, model: str) -> Mapping[str, object]:
+        """Return what the caller is told; ``by``: "small", "escalated" or "routed"; ``model``: who
+        wrote the answer."""
+        told: dict[str, object] = {"by": by, "model": model, "why": self.why}
+        for name, value in (("score", self.score), ("threshold", self.threshold)):
+            if value is not None:
+                # no score reaches 2, which stands for infinity: JSON has none
+                told[name] = round(min(value, 2.0), _DIGITS)
+        return told
+
+
+class _Scale:
+    """Scorer of one mode, and its threshold."""
+
+    def __init__(self, config: CascadeConfig, mode: Mode, fitted: Fitted) -> None:
+        self._scorer, self._mode = fitted.scorer(mode), mode
+        strict = pick_threshold(fitted.scores, fitted.losses, config.max_loss)
+        under = config.under_load
+        most = config.max_loss if under is None else under.max_loss
+        eased = pick_threshold(fitted.scores, fitted.losses, most)
+        self._easing = Easing(strict, eased, 1.0 if under is None else under.full_wait)
+        self._first = config.prefix_tokens
+
+    def decide(self, prompt: Prompt, said: Said | None, wait: float) -> Decision:
+        dense = prompt.form()
+        if said is not None:
+            tokens = said.tokens if self._mode == "cascade" else said.tokens[: self._first]
+            dense = np.concatenate((dense, confidence_of(tokens, self._first)))
+        score = self._scorer.score(Features(prompt.ngrams(), dense))
+        threshold = self._easing.threshold(wait)
+        return Decision(score >= threshold, "score", score, threshold)
+
+
+class Judge:
+    """Judge of one model. Raises ConfigError if its calibration cannot be used.
+
+    Args:
+        model: its name in the configuration.
+    """
+
+    def __init__(self, model: str, config: CascadeConfig) -> None:
+        self.model, self.config = model, config
+        self.conversations = Conversations()
+        self._calibration: Calibration | None = None
+        self._scales: dict[Mode, _Scale] = {}
+        # models of engines that fit the calibration, as they were last listed
+        self._fitting: dict[tuple[str, str], UpstreamModel] = {}
+        # the small engine takes a request with log-probabilities
+        self.asks_logprobs = True
+        if config.calibration:
+            self._calibration = read_calibration(Path(config.calibration), config.prefix_tokens)
+            for mode, fitted in self._calibration.fitted.items():
+                try:
+                    self._scales[mode] = _Scale(config, mode, fitted)
+                except ConfigError as error:
+                    raise ConfigError(
+                        f"model {model}: calibration {config.calibration}, mode {mode}: {error}"
+                    ) from None
+            self.asks_logprobs = "cascade" in self._scales
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether anything but exact faults decides."""
+        return bool(self._scales)
+
+    def mode_for(self, *, stream: bool) -> Mode:
+        """Return how a request is decided: a whole answer has no prefix that is worth holding."""
+        mode = self.config.mode
+        return "cascade" if mode == "prefix" and not stream else mode
+
+    def by_prompt(self, prompt: Prompt, wait: float) -> Decision:
+        """Decide from the prompt alone."""
+        return self._scales["route"].decide(prompt, None, wait)
+
+    def by_answer(self, prompt: Prompt, said: Said, wait: float) -> Decision:
+        """Decide from a whole answer."""
+        if fault := exact_fault(said.answer):
+            return Decision(False, fault)
+        return self._by_tokens("cascade", prompt, said, wait)
+
+    def by_prefix(self, prompt: Prompt, said: Said, wait: float, *, is_whole: bool) -> Decision:
+        """Decide from the beginning of an answer; ``is_whole``: there is no more of it."""
+        if is_whole and (fault := exact_fault(said.answer)):
+            return Decision(False, fault)
+        if is_refusal(said.answer.text):
+            return Decision(False, "refusal")
+        return self._by_tokens("prefix", prompt, said, wait)
+
+    def _by_tokens(self, mode: Mode, prompt: Prompt, said: Said, wait: float) -> Decision:
+        if not self._scales:
+            return Decision(True, "no fault")
+        if said.tokens and mode in self._scales:
+            return self._scales[mode].decide(prompt, said, wait)
+        return self.by_prompt(prompt, wait)
+
+    # ---------------------------------------------------------------- the calibration's models
+
+    def misfit(self, small: Route, large: Route) -> str:
+        """Return why the calibration does not hold for these routes; empty: it does, as far as
+        their engines have told what they have."""
+        if self._calibration is None:
+            return ""
+        for side, route in ((self._calibration.small, small), (self._calibration.large, large)):
+            for endpoint in _first_tier(route):
+                listed = (endpoint.upstream.models or {}).get(endpoint.model)
+                if listed is None or self._fitting.get(endpoint.key) is listed:
+                    continue
+                digest = digest_of(listed.entry)
+                if digest and side.digest and digest != side.digest:
+                    return (
+                        f"model {self.model}: calibration {self.config.calibration} was made with "
+                        f"{side.model} of digest {side.digest}, and engine "
+                        f"{endpoint.upstream.name} has {endpoint.model} of digest "
+                        f"{digest}: calibrate again"
+                    )
+                self._fitting[endpoint.key] = listed
+        return ""
+
+
+def _first_tier(route: Route) -> Sequence[Endpoint]:
+    """Return the endpoints of the configuration's first tier: later ones are other models."""
+    return [endpoint for tier in route.tiers for endpoint in tier if not endpoint.tier]

@@ -1,0 +1,103 @@
+"""What a chat asks, as the decision about it needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.gateway.requests.body import Body
+from paceline.routing.cascade import Conversations, form_of, ngrams_of
+
+__all__ = ["Prompt", "read_prompt"]
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+    content: Any = None
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    parameters: Any = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function | None = None
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One chat."""
+
+    # of the last message of the user
+    text: str
+    # digest of the tenant, and of what the conversation's turns have in common
+    conversation: bytes
+    num_messages: int
+    # parameters of the tools, by name
+    tools: Mapping[str, Any]
+    wants_json: bool
+    # schema of the JSON; None: any
+    schema: Any
+
+    def ngrams(self) -> NDArray[np.float32]:
+        return ngrams_of(self.text)
+
+    def form(self) -> NDArray[np.float32]:
+        return form_of(
+            self.text, turns=self.num_messages, tools=len(self.tools), wants_json=self.wants_json
+        )
+
+
+def read_prompt(body: Body, tenant: str, conversation: bytes = b"") -> Prompt | None:
+    """Read a chat; None: it is malformed, which the engine reports.
+
+    Args:
+        conversation: name that the caller gives it; empty: its system prompt and first question
+            tell it apart from others.
+    """
+    fields = body.fields
+    try:
+        messages = msgspec.json.decode(fields.get("messages", b"null"), type=list[_Message])
+        tools = msgspec.json.decode(fields.get("tools", b"[]"), type=list[_Tool] | None) or []
+        wanted = msgspec.json.decode(fields.get("response_format", b"null"))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    asked = [_text_of(each.content) for each in messages if each.role == "user"]
+    if not asked:
+        return None
+    system = [_text_of(each.content) for each in messages if each.role in ("system", "developer")]
+    # a name and a digest of texts never meet
+    parts = [b"named", conversation] if conversation else [b"told", *map(_bytes, system[:1])]
+    parts += [] if conversation else [_bytes(asked[0])]
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    return Prompt(
+        text=asked[-1],
+        conversation=Conversations.key([tenant.encode(), *parts]),
+        num_messages=len(messages),
+        tools={tool.function.name: tool.function.parameters for tool in tools if tool.function},
+        wants_json=kind in ("json_object", "json_schema"),
+        schema=_schema_of(wanted) if kind == "json_schema" else None,
+    )
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a message, whose content may have parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    parts = [each.get("text") for each in content if isinstance(each, dict)]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _schema_of(wanted: Mapping[str, Any]) -> Any:
+    found = wanted.get("json_schema")
+    return found.get("schema") if isinstance(found, dict) else None

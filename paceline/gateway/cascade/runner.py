@@ -1,0 +1,393 @@
+"""Which model a request of a cascade goes to, and in what order::
+
+    data policy   may the large model have it at all?
+    conversation  was it handed to the large model before?
+    prompt        route: the prompt's score decides, and one model is asked
+    answer        cascade, prefix: the small model is asked, its answer judged, the large one asked
+
+What a model costs is reserved for each of the two as for a request of its own. Where the large
+model cannot be had, for want of budget or of an engine, the small answer is sent, unless it has an
+exact fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from paceline.errors import ConfigError, RequestError
+from paceline.gateway.billing.spending import Spending
+from paceline.gateway.cascade.answer import (
+    events_of,
+    read_said,
+    shown,
+    with_logprobs,
+    without_logprobs,
+)
+from paceline.gateway.cascade.gate import OpenGate, PrefixGate, WholeGate, behind
+from paceline.gateway.cascade.judge import Decision, Judge
+from paceline.gateway.cascade.prompt import Prompt, read_prompt
+from paceline.gateway.observability.metrics import GatewayMetrics
+from paceline.gateway.proxy.context import NO_NOTE, Allowed
+from paceline.gateway.proxy.response import cascade_header
+from paceline.gateway.proxy.upstream_request import CHAT
+from paceline.gateway.requests.body import Body
+from paceline.gateway.requests.incoming import IncomingRequest
+from paceline.gateway.requests.prompt_size import PromptSize
+from paceline.gateway.routing.routes import Endpoint, Route, Routes
+from paceline.gateway.settings.config import GatewayConfig
+from paceline.gateway.settings.prices import Used, show_amount
+from paceline.http.errors import HttpError
+from paceline.http.sse import SSE, STREAM_HEADERS
+from paceline.http.upstream import Headers
+from paceline.routing import Demand
+
+__all__ = ["Asked", "Cascades", "Relaying"]
+
+_log = logging.getLogger("paceline.gateway")
+
+_Usage = Sequence[tuple[Endpoint, Used]]
+# statuses with which engines refuse a field
+_REFUSED_FIELD: Final = (400, 422, 501)
+# an engine or a budget cannot serve a request
+_NO_ANSWER: Final = (HttpError, RequestError)
+_EVENTS: Final[Headers] = [
+    (b"content-type", SSE.encode()),
+    *((name.lower().encode(), value.encode()) for name, value in STREAM_HEADERS.items()),
+]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One request, as far as it was read."""
+
+    incoming: IncomingRequest
+    body: Body
+    size: PromptSize
+    # estimated tokens of the prompt
+    tokens: float
+    # route of the model that was asked for
+    route: Route
+    allowed: Allowed
+
+
+class Relaying(Protocol):
+    """What relays requests and knows engines: ``Gateway``."""
+
+    routes: Routes
+    metrics: GatewayMetrics
+    spending: Spending
+    now: Callable[[], float]
+
+    async def relay(self, asked: Asked, note: Mapping[str, Any] = NO_NOTE) -> _Usage:
+        """Reserve what a request may use, relay it, settle, and return its usage."""
+        ...
+
+    def demand_of(self, asked: Asked) -> Demand: ...
+
+
+class Cascades:
+    """Cascades of one configuration. Raises ConfigError if a calibration cannot be used.
+
+    Args:
+        before: those of the configuration before this one.
+    """
+
+    def __init__(
+        self, gateway: Relaying, config: GatewayConfig, before: Cascades | None = None
+    ) -> None:
+        self._gateway = gateway
+        self._judges = {
+            model.name: Judge(model.name, model.cascade)
+            for model in config.models
+            if model.cascade is not None
+        }
+        for name, judge in (before._judges if before is not None else {}).items():
+            if name in self._judges:
+                # conversations outlast a reload
+                self._judges[name].conversations = judge.conversations
+        # models whose calibration was found not to hold, so that the log says it once
+        self._told: set[str] = set()
+
+    def find(self, path: str, body: Body, route: Route) -> Judge | None:
+        """Return the judge of a request; None: it goes to its model as all others do."""
+        judge = self._judges.get(route.model)
+        return judge if path == CHAT and body.n == 1 and not body.resumed else None
+
+    def check(self) -> None:
+        """Raise ConfigError if an engine has another model than a calibration was made with."""
+        for judge in self._judges.values():
+            routes = self._gateway.routes
+            small = routes.find(judge.config.small, 0.0)
+            if why := judge.misfit(small, routes.find(judge.model, 0.0)):
+                raise ConfigError(why)
+
+    async def answer(self, judge: Judge, asked: Asked) -> None:
+        """Answer a request. Raises as the relaying of a request does."""
+        run = _Run(self._gateway, judge, asked)
+        prompt = read_prompt(asked.body, asked.incoming.tenant, run.conversation_name)
+        small = run.small_route()
+        if why := judge.misfit(small, asked.route) if small is not None else "":
+            if judge.model not in self._told:
+                self._told.add(judge.model)
+                _log.error("cascade_calibration_misfit reason=%r", why)
+            small = None
+        if small is None or prompt is None or not asked.allowed.cascade:
+            why = "forbidden" if not asked.allowed.cascade else "calibration" if why else "no small"
+            await run.large(Decision(False, why), "routed")
+        elif not asked.route.tiers:
+            await run.small(small, Decision(True, "local_only"))
+        elif judge.conversations.is_large(prompt.conversation):
+            await run.large(Decision(False, "conversation"), "routed")
+        else:
+            await run.decide(prompt, small)
+
+
+class _Run:
+    """One request of a cascade."""
+
+    def __init__(self, gateway: Relaying, judge: Judge, asked: Asked) -> None:
+        self._gateway, self._judge, self._asked = gateway, judge, asked
+        self._mode = judge.mode_for(stream=asked.body.stream)
+
+    @property
+    def conversation_name(self) -> bytes:
+        """The conversation's name, where the configuration names a header for it."""
+        header = self._judge.config.conversation_header.lower().encode()
+        return self._asked.incoming.headers.get(header, b"") if header else b""
+
+    def small_route(self) -> Route | None:
+        """Return the route of the small model; None: its engines cannot serve the request, or may
+        not."""
+        asked = self._asked
+        found = self._gateway.routes.find(
+            self._judge.config.small, asked.tokens, local_only=asked.route.local_only
+        )
+        try:
+            served = found.serving(CHAT, asked.body)
+        except HttpError:
+            return None
+        # the caller knows the model by the name that it asked for
+        return replace(served, asked=asked.route.shown) if served.tiers else None
+
+    def _wait(self) -> float:
+        """Return the predicted seconds to the large model's first token, where that matters."""
+        if self._judge.config.under_load is None:
+            return 0.0
+        demand, now = self._gateway.demand_of(self._asked), self._gateway.now()
+        return min(
+            (
+                endpoint.upstream.load.view(demand, now).ttft
+                for endpoint in self._asked.route.tiers[0]
+                if not endpoint.usable(now, CHAT)
+            ),
+            default=math.inf,
+        )
+
+    # ---------------------------------------------------------------- one model is asked
+
+    async def large(self, decision: Decision, by: str) -> None:
+        """Ask the large model."""
+        model = self._judge.model
+        note = {"cascade": decision.note(by, model)}
+        self._gateway.metrics.cascaded(model, by if by == "escalated" else "large")
+        await self._gateway.relay(self._asked, note)
+
+    async def small(self, small: Route, decision: Decision) -> None:
+        """Ask the small model, as the large one may not have the request."""
+        note = {"cascade": decision.note("routed", small.model)}
+        usage = await self._gateway.relay(replace(self._asked, route=small), note)
+        self._gateway.metrics.cascaded(self._judge.model, "small")
+        self._count(usage, kept=True)
+
+    # ---------------------------------------------------------------- the decision
+
+    async def decide(self, prompt: Prompt, small: Route) -> None:
+        """Decide by the prompt, the small model's answer, or its first tokens."""
+        judge, wait = self._judge, self._wait()
+        if self._mode == "route" or (judge.has_scores and not judge.asks_logprobs):
+            decision = judge.by_prompt(prompt, wait)
+            if not decision.small:
+                judge.conversations.escalate(prompt.conversation)
+                await self.large(decision, "routed")
+                return
+            if self._mode == "route":
+                await self._direct_or_large(small, decision, prompt)
+                return
+        ask = self._prefix if self._mode == "prefix" else self._whole
+        await ask(prompt, small, wait)
+
+    async def _direct_or_large(self, small: Route, decision: Decision, prompt: Prompt) -> None:
+        """Ask the small model, and the large one if no answer comes of that."""
+        incoming = self._asked.incoming
+        gate = OpenGate(incoming)
+        note = {"cascade": decision.note("routed", small.model)}
+        asked = replace(
+            self._asked, incoming=behind(incoming, gate), route=small,
+            allowed=_no_fallback(self._asked.allowed),
+        )  # fmt: skip
+        try:
+            usage = await self._gateway.relay(asked, note)
+        except _NO_ANSWER as error:
+            await self._without_small(error, prompt)
+            return
+        if not incoming.started:
+            await self._without_small(None, prompt)
+            return
+        self._gateway.metrics.cascaded(self._judge.model, "small")
+        self._count(usage, kept=True)
+
+    async def _without_small(self, error: Exception | None, prompt: Prompt) -> None:
+        """Ask the large model, as the small one has no answer."""
+        if error is not None and self._asked.incoming.started:
+            raise error
+        self._judge.conversations.escalate(prompt.conversation)
+        await self.large(Decision(False, "small unavailable"), "escalated")
+
+    def _upstream_body(self, small: Route, *, stream: bool) -> Body:
+        """Return the request for the small model: with log-probabilities, if it tells any."""
+        body = self._asked.body
+        if self._judge.asks_logprobs:
+            wanted = with_logprobs(body, stream=stream)
+            with contextlib.suppress(HttpError):
+                small.serving(CHAT, wanted)
+                return wanted
+        return without_logprobs(body, stream=stream)
+
+    async def _whole(self, prompt: Prompt, small: Route, wait: float) -> None:
+        """Have the small model answer, and judge that."""
+        body = self._upstream_body(small, stream=False)
+        try:
+            gate, usage = await self._ask(small, body)
+            if gate.status in _REFUSED_FIELD and b"logprob" in gate.body:
+                self._lacks_logprobs(small)
+                gate, usage = await self._ask(small, self._upstream_body(small, stream=False))
+        except _NO_ANSWER as error:
+            await self._without_small(error, prompt)
+            return
+        said = read_said(bytes(gate.body), prompt) if gate.status == 200 else None
+        if said is None:
+            self._count(usage, kept=False)
+            await self._without_small(None, prompt)
+            return
+        decision = self._judge.by_answer(prompt, said, wait)
+        if decision.small:
+            await self._send_whole(gate, decision, small, usage)
+            return
+        self._judge.conversations.escalate(prompt.conversation)
+        try:
+            await self.large(decision, "escalated")
+        except HttpError:
+            if self._asked.incoming.started or decision.why != "score":
+                raise
+            # the answer at hand is better than none
+            await self._send_whole(gate, replace(decision, why="large unavailable"), small, usage)
+        else:
+            self._count(usage, kept=False)
+
+    async def _ask(self, small: Route, body: Body) -> tuple[WholeGate, _Usage]:
+        gate = WholeGate()
+        incoming = behind(self._asked.incoming, gate)
+        # a budget that is too small for this model is too small for the large one
+        allowed = _no_fallback(self._asked.allowed)
+        asked = replace(self._asked, incoming=incoming, body=body, route=small, allowed=allowed)
+        return gate, await self._gateway.relay(asked)
+
+    def _lacks_logprobs(self, small: Route) -> None:
+        self._judge.asks_logprobs = False
+        _log.warning(
+            "cascade_no_logprobs model=%s: the engine of %s refuses logprobs, so the prompt alone "
+            "is scored", self._judge.model, small.model,
+        )  # fmt: skip
+
+    async def _send_whole(
+        self, gate: WholeGate, decision: Decision, small: Route, usage: _Usage
+    ) -> None:
+        """Send the small model's answer."""
+        asked, told = self._asked, decision.note("small", small.model)
+        whole = shown(msgspec.json.decode(bytes(gate.body)), asked.body, {"cascade": told})
+        headers = [*gate.kept, (b"x-paceline-cascade", cascade_header(told))]
+        if asked.body.stream:
+            data = events_of(whole, asked.body)
+            headers = [*_EVENTS, *(each for each in headers if each[0] != b"content-type")]
+        else:
+            data = msgspec.json.encode(whole)
+            headers.append((b"content-length", b"%d" % len(data)))
+        self._gateway.metrics.cascaded(self._judge.model, "small")
+        self._count(usage, kept=True)
+        send = asked.incoming.send
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _prefix(self, prompt: Prompt, small: Route, wait: float) -> None:
+        """Have the small model begin, and judge its first tokens."""
+        asked, judge = self._asked, self._judge
+        gate = PrefixGate(asked.incoming, asked.body, judge.config.prefix_tokens)
+        body = self._upstream_body(small, stream=True)
+        inner = replace(
+            asked, incoming=behind(asked.incoming, gate), body=body, route=small,
+            allowed=_no_fallback(asked.allowed),
+        )  # fmt: skip
+        task = asyncio.ensure_future(self._gateway.relay(inner))
+        ready = asyncio.ensure_future(gate.ready.wait())
+        try:
+            await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
+            if not gate.ready.is_set():
+                await self._no_prefix(task, gate, prompt, small)
+                return
+            decision = judge.by_prefix(prompt, gate.said(prompt), wait, is_whole=gate.is_whole)
+            if decision.small:
+                told = decision.note("small", small.model)
+                gate.open({"cascade": told}, [(b"x-paceline-cascade", cascade_header(told))])
+                self._gateway.metrics.cascaded(judge.model, "small")
+                self._count(await task, kept=True)
+                return
+        finally:
+            ready.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        self._gateway.metrics.cascade_wasted(judge.model, gate.num_tokens)
+        judge.conversations.escalate(prompt.conversation)
+        await self.large(decision, "escalated")
+
+    async def _no_prefix(
+        self, task: asyncio.Future[_Usage], gate: PrefixGate, prompt: Prompt, small: Route
+    ) -> None:
+        """Go on where the small model's engine has refused the request, or failed."""
+        try:
+            await task
+        except _NO_ANSWER as error:
+            await self._without_small(error, prompt)
+            return
+        if gate.status in _REFUSED_FIELD and b"logprob" in gate.body:
+            self._lacks_logprobs(small)
+        await self._without_small(None, prompt)
+
+    # ---------------------------------------------------------------- money
+
+    def _count(self, usage: _Usage, *, kept: bool) -> None:
+        """Count what the small model has saved, or wasted."""
+        metrics, model = self._gateway.metrics, self._judge.model
+        if not kept:
+            metrics.cascade_wasted(model, sum(used.output for _, used in usage))
+        spending = self._gateway.spending
+        if spending.is_free:
+            return
+        paid = sum(spending.cost(endpoint, used) for endpoint, used in usage)
+        tiers = self._asked.route.tiers
+        total = Used(*(sum(getattr(used, n) for _, used in usage) for n in Used.__struct_fields__))
+        avoided = spending.cost(tiers[0][0], total) if kept and tiers else 0
+        metrics.cascade_saved(model, float(show_amount(avoided - paid)))
+
+
+def _no_fallback(allowed: Allowed) -> Allowed:
+    """Return the measures that are allowed while the large model may still answer: no calibration
+    knows a later tier, or a model for spent budgets."""
+    return Allowed(allowed.retry, False, allowed.resume, allowed.hedge)

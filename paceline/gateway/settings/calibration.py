@@ -1,0 +1,124 @@
+"""Calibration file: what ``paceline calibrate`` measured, and the gateway decides by.
+
+It has a scorer for each mode, and what each label scored and would have lost, so that thresholds
+for another ``max_loss`` need no new measurement. It holds for the two models that it was made with
+alone: other weights, another format or another template answer with another confidence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from paceline.errors import ConfigError
+from paceline.gateway.settings.cascade import Mode
+from paceline.routing.cascade import CONFIDENCE, FORM, NUM_BUCKETS, Scorer
+
+__all__ = ["Calibration", "Fitted", "Side", "digest_of", "num_dense", "read_calibration"]
+
+_VERSION: Final = 1
+_MAX_BYTES: Final = 64 << 20
+# of an engine's entry of a model: these change although the model stays
+_PASSING: Final = frozenset({"created", "created_at", "object", "owned_by", "permission"})
+
+
+class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the two models."""
+
+    # its name at the engine
+    model: str
+    # of what the engine told of it: ``digest_of``
+    digest: str
+    # what that was, for people
+    told: dict[str, Any] = {}
+
+
+class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scorer of one mode, with the labels that it was not fitted on."""
+
+    weights: bytes
+    scores: list[float]
+    # quality lost where the small answer is taken, 0 to 1
+    losses: list[float]
+
+    def scorer(self, mode: Mode) -> Scorer:
+        """Raises ConfigError: the weights are those of another version."""
+        return Scorer.of_bytes(self.weights, NUM_BUCKETS, num_dense(mode))
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole file."""
+
+    version: int = _VERSION
+    small: Side
+    large: Side
+    # first tokens that have signals of their own
+    prefix_tokens: int
+    # labels in all, those of the fit included
+    num_labels: int
+    # without ``cascade`` and ``prefix`` the small engine tells no log-probabilities
+    fitted: dict[Mode, Fitted]
+
+
+def num_dense(mode: Mode) -> int:
+    """Return the dense features of a mode: the prompt's form, and the confidence of an answer."""
+    return len(FORM) + (0 if mode == "route" else len(CONFIDENCE))
+
+
+def digest_of(entry: Mapping[str, Any]) -> str:
+    """Return the digest of an engine's entry of a model; "": it has none, as where the file of the
+    gateway names the models."""
+    if isinstance(entry.get("digest"), str):
+        # Paceline's: of weights, formats and template
+        entry = {"digest": entry["digest"]}
+    told = {name: value for name, value in entry.items() if name not in _PASSING}
+    if not told:
+        return ""
+    text = msgspec.json.encode(told, order="sorted")
+    return hashlib.sha256(text).hexdigest()[:32]
+
+
+def read_calibration(path: Path, prefix_tokens: int) -> Calibration:
+    """Read a calibration for prefixes of ``prefix_tokens``. Raises ConfigError."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(
+                f"calibration {path} has {path.stat().st_size} bytes; at most {_MAX_BYTES} are read"
+            )
+        found = msgspec.json.decode(path.read_bytes(), type=Calibration)
+    except OSError as error:
+        raise ConfigError(f"calibration {path} cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no calibration: {error}") from None
+    if found.version != _VERSION:
+        raise ConfigError(
+            f"calibration {path} has version {found.version}, and this gateway reads {_VERSION}"
+        )
+    if "route" not in found.fitted:
+        raise ConfigError(f"{path} is no calibration: it has no scorer of prompts")
+    if "prefix" in found.fitted and found.prefix_tokens != prefix_tokens:
+        raise ConfigError(
+            f"calibration {path} was made for prefix_tokens {found.prefix_tokens}, not "
+            f"{prefix_tokens}"
+        )
+    for mode, fitted in found.fitted.items():
+        try:
+            fitted.scorer(mode)
+        except ConfigError as error:
+            raise ConfigError(f"calibration {path}, mode {mode}: {error}") from None
+        values = [*fitted.scores, *fitted.losses]
+        if len(fitted.scores) != len(fitted.losses) or not all(map(_is_share, values)):
+            raise ConfigError(
+                f"calibration {path}, mode {mode}: {len(fitted.scores)} scores and "
+                f"{len(fitted.losses)} losses must be as many, each 0 to 1"
+            )
+    return found
+
+
+def _is_share(value: float) -> bool:
+    return math.isfinite(value) and 0.0 <= value <= 1.0

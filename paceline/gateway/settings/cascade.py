@@ -1,0 +1,74 @@
+"""``[models.cascade]``: a small model answers where that is good enough::
+
+[[models]]
+name = "chat"                    # the large one: its own tiers
+tiers = [["cloud:big"]]
+
+[models.cascade]
+small = "small"                  # another model of the file
+calibration = "chat.json"        # of ``paceline calibrate``
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from paceline.errors import ConfigError
+
+__all__ = ["CascadeConfig", "Mode", "UnderLoad", "check_cascade"]
+
+Mode = Literal["route", "cascade", "prefix"]
+
+_MOST_PREFIX: Final = 256
+
+
+class UnderLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Second bound, for while the large engines are busy."""
+
+    max_loss: float
+    # predicted seconds to the large model's first token at which this bound holds
+    full_wait: float = 2.0
+
+
+class CascadeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Cascade of one model."""
+
+    # model of the file that answers first
+    small: str
+    # what decides: the prompt, the whole answer, or its first tokens
+    mode: Mode = "cascade"
+    # quality lost at most, as a share of the answers, on requests like those of the calibration
+    max_loss: float = 0.05
+    # file of ``paceline calibrate``; "": exact faults alone decide, and nothing bounds the loss
+    calibration: str = ""
+    # tokens that are held back in mode ``prefix``
+    prefix_tokens: int = 24
+    under_load: UnderLoad | None = None
+    # header that names a conversation; "": its system prompt and first question do
+    conversation_header: str = ""
+
+
+def check_cascade(model: str, cascade: CascadeConfig) -> None:
+    """Check the values of a cascade. Raises ConfigError."""
+    where, under = f"model {model}: cascade", cascade.under_load
+    if not 0.0 < cascade.max_loss < 1.0:
+        raise ConfigError(f"{where}.max_loss must lie between 0 and 1, got {cascade.max_loss:g}")
+    if under is not None and not cascade.max_loss <= under.max_loss < 1.0:
+        raise ConfigError(
+            f"{where}.under_load.max_loss must be at least max_loss {cascade.max_loss:g} and below "
+            f"1, got {under.max_loss:g}"
+        )
+    if under is not None and not 0.0 < under.full_wait < 3600.0:
+        raise ConfigError(
+            f"{where}.under_load.full_wait must be above 0 and below 3600 s, got "
+            f"{under.full_wait:g}"
+        )
+    if not 1 <= cascade.prefix_tokens <= _MOST_PREFIX:
+        raise ConfigError(
+            f"{where}.prefix_tokens must be 1 to {_MOST_PREFIX}, got {cascade.prefix_tokens}"
+        )
+    if not cascade.calibration and (cascade.mode != "cascade" or under is not None):
+        what = "under_load" if under is not None else f"mode {cascade.mode}"
+        raise ConfigError(f"{where}: {what} needs a calibration, a file of paceline calibrate")

@@ -1,0 +1,333 @@
+"""A model with a cascade: who answers, and what the caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.gateway import Gateway
+from paceline.gateway.settings.calibration import digest_of
+from paceline.gateway.settings.cascade import CascadeConfig, UnderLoad
+from paceline.gateway.settings.config import KeyConfig, ModelConfig, PriceConfig
+from paceline.http.keys import ApiKey, KeyRing
+from tests.gateway.cascade.helpers import calibration, cascade, said, told
+from tests.gateway.fault_server import scripted
+from tests.gateway.helpers import (
+    CHAT,
+    chat,
+    configured,
+    is_clean,
+    refused,
+    streamed,
+    text_of,
+    until,
+)
+
+SURE, UNSURE = (-0.1, -0.2), (-3.0, -0.2)
+LARGE = said("large")
+PRICES = (
+    PriceConfig(engine="e1", input=1, output=1),
+    PriceConfig(engine="e2", input=100, output=100),
+)
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return chat(**{"model": "chat", **fields})
+
+
+def by(response: httpx.Response) -> str:
+    return response.headers["x-paceline-cascade"].split(";")[0]
+
+
+def content(response: httpx.Response) -> str:
+    answer = response.json()
+    found: str = answer["choices"][0]["message"]["content"]
+    return found
+
+
+def metric(text: str, name: str, **labels: str) -> float:
+    wanted = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+    line = next(line for line in text.splitlines() if line.startswith(f"{name}{{{wanted}}}"))
+    return float(line.rsplit(" ", 1)[1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_small_answer_is_sent_where_it_is_sure(tmp_path: Path, stream: bool) -> None:
+    path = calibration(tmp_path)
+    async with cascade(said("small", *SURE), LARGE, calibration=path) as (one, two, gateway, http):
+        response = await http.post(CHAT, json=asked(stream=stream))
+        # the caller asked for no log-probabilities, and for no other model's name
+        assert one.bodies[0]["logprobs"] is True and one.bodies[0]["top_logprobs"] == 5
+        assert not one.bodies[0].get("stream") and not two.bodies
+        header = response.headers["x-paceline-cascade"]
+        assert header.startswith('small; model="small"; why="score"; score=0.9')
+        assert response.headers["x-paceline-engine"] == "e1"
+        if stream:
+            events = streamed(response)
+            assert text_of(events) == "small" and events[-1] == "[DONE]"
+            note = events[-2]["paceline"]["cascade"]
+            assert {event["model"] for event in events[:-1]} == {"chat"}
+            assert response.headers["content-type"].startswith("text/event-stream")
+        else:
+            answer = response.json()
+            note = answer["paceline"]["cascade"]
+            assert content(response) == "small" and answer["model"] == "chat"
+            assert answer["choices"][0]["logprobs"] is None
+        assert note["by"] == "small" and note["score"] > 0.9 > note["threshold"] > 0.4
+        await until(lambda: is_clean(gateway))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("small", "fields", "why"),
+    [
+        (said("small", *UNSURE), {}, "score"),
+        (said("I'm sorry, I can't.", *SURE), {}, "refusal"),
+        (said("cut", *SURE, reason="length"), {}, "length"),
+        (said("no json", *SURE), {"response_format": {"type": "json_object"}}, "json"),
+        (refused(500), {}, "small unavailable"),
+        (refused(400), {}, "small unavailable"),
+    ],
+)
+async def test_the_large_model_answers_where_the_small_one_does_not(
+    tmp_path: Path, small: Any, fields: dict[str, Any], why: str, stream: bool
+) -> None:
+    large = told(["lar", "ge"]) if stream else LARGE
+    async with cascade(small, large, calibration=calibration(tmp_path)) as (_, two, gateway, http):
+        response = await http.post(CHAT, json=asked(stream=stream, **fields))
+        assert response.status_code == 200 and by(response) == "escalated"
+        assert f'model="chat"; why="{why}"' in response.headers["x-paceline-cascade"]
+        assert "logprobs" not in two.bodies[0]
+        if stream:
+            events = streamed(response)
+            assert text_of(events) == "large" and events[-2]["paceline"]["cascade"]["why"] == why
+        else:
+            assert content(response) == "large"
+        await until(lambda: is_clean(gateway))
+
+
+async def test_a_conversation_goes_up_and_stays_there(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    small = (said("a", *UNSURE), said("b", *SURE))
+    async with cascade(small, LARGE, calibration=path, conversation_header="X-Chat") as (
+        one, _, _, http,
+    ):  # fmt: skip
+        first = {"role": "user", "content": "hi"}
+        turns = [first, {"role": "assistant", "content": "large"}, {"role": "user", "content": "?"}]
+        assert by(await http.post(CHAT, json=asked(messages=[first]))) == "escalated"
+        later = await http.post(CHAT, json=asked(messages=turns))
+        assert by(later) == "routed" and 'why="conversation"' in later.headers["x-paceline-cascade"]
+        assert len(one.bodies) == 1
+        # another first question, and the same one in a conversation that has a name
+        other = [{"role": "user", "content": "hello"}]
+        assert by(await http.post(CHAT, json=asked(messages=other))) == "small"
+        named = await http.post(CHAT, json=asked(messages=[first]), headers={"x-chat": "7"})
+        assert by(named) == "small"
+
+
+async def test_without_a_calibration_faults_alone_decide() -> None:
+    small = (said("fine"), said(" "), said("fine"))
+    async with cascade(small, LARGE) as (_, _, _, http):
+        first = await http.post(CHAT, json=asked())
+        assert by(first) == "small" and "score" not in first.headers["x-paceline-cascade"]
+        second = await http.post(CHAT, json=asked())
+        assert 'why="empty"' in second.headers["x-paceline-cascade"]
+
+
+async def test_route_asks_one_model_alone(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    small = (told(["sm", "all"]), refused(503), refused(503), refused(503))
+    large = (LARGE, LARGE)
+    async with cascade(small, large, calibration=path, mode="route") as (one, two, _, http):
+        easy = await http.post(CHAT, json=asked(stream=True))
+        assert by(easy) == "routed" and text_of(streamed(easy)) == "small"
+        assert streamed(easy)[-2]["paceline"]["cascade"]["model"] == "small"
+        assert "logprobs" not in one.bodies[0] and not two.bodies
+        hard = await http.post(CHAT, json=asked(messages=[{"role": "user", "content": "why?"}]))
+        assert content(hard) == "large" and len(one.bodies) == 1
+        assert 'model="chat"; why="score"' in hard.headers["x-paceline-cascade"]
+        # the small engine is gone
+        lost = await http.post(CHAT, json=asked(messages=[{"role": "user", "content": "again"}]))
+        assert content(lost) == "large" and by(lost) == "escalated"
+
+
+async def test_a_prefix_is_held_back_and_then_flushed_or_thrown_away(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    words = ["a", "b", "c", "d", "e"]
+    small = (
+        told(words, -0.1, -0.1, -5.0, -5.0, -5.0, gap=0.05),
+        told(words, -3.0, -3.0, -0.1, -0.1, -0.1, gap=0.2),
+        told(["sorry", ", no"], -0.1, -0.1),
+    )
+    async with cascade(small, told(["large"]), calibration=path, mode="prefix") as (
+        one,
+        two,
+        gateway,
+        http,
+    ):
+        kept = await http.post(CHAT, json=asked(stream=True))
+        events = streamed(kept)
+        assert text_of(events) == "abcde" and events[-1] == "[DONE]" and by(kept) == "small"
+        assert all(choice["logprobs"] is None for e in events[:-1] for choice in e["choices"])
+        assert events[-2]["paceline"]["cascade"]["by"] == "small" and not two.bodies
+        for text, why in (("second", "score"), ("third", "refusal")):
+            messages = [{"role": "user", "content": text}]
+            thrown = await http.post(CHAT, json=asked(stream=True, messages=messages))
+            assert text_of(streamed(thrown)) == "large" and by(thrown) == "escalated"
+            assert f'why="{why}"' in thrown.headers["x-paceline-cascade"]
+        # the stream that was thrown away was cut at the engine
+        await until(lambda: one.hung_up == 1 and is_clean(gateway))
+        text = (await http.get("/metrics")).text
+        wasted = metric(text, "paceline:gateway_cascade_wasted_tokens_total", model="chat")
+        assert wasted == 4
+
+
+async def test_an_engine_without_logprobs_is_used_with_the_prompt_alone(tmp_path: Path) -> None:
+    no = refused(400)
+    no = type(no)(
+        status=400, parts=(b'{"error":{"message":"unknown field logprobs"}}',), stream=False
+    )
+    small = (no, said("small"), said("small"))
+    async with cascade(small, LARGE, calibration=calibration(tmp_path)) as (one, _, _, http):
+        assert by(await http.post(CHAT, json=asked())) == "small"
+        assert ["logprobs" in body for body in one.bodies] == [True, False]
+        # from then on the prompt decides before the small model is asked
+        hard = await http.post(CHAT, json=asked(messages=[{"role": "user", "content": "why?"}]))
+        assert by(hard) == "routed" and content(hard) == "large" and len(one.bodies) == 2
+        assert by(await http.post(CHAT, json=asked(messages=[{"role": "user", "content": "x"}])))
+
+
+async def test_log_probabilities_that_the_caller_asked_for_stay(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    async with cascade(said("small", *SURE), LARGE, calibration=path) as (_, _, _, http):
+        response = await http.post(CHAT, json=asked(logprobs=True, top_logprobs=1))
+        content = response.json()["choices"][0]["logprobs"]["content"]
+        assert [len(place["top_logprobs"]) for place in content] == [1, 1]
+
+
+async def test_a_budget_that_the_large_model_exceeds_leaves_the_small_answer(
+    tmp_path: Path,
+) -> None:
+    more: Any = {"prices": PRICES, "keys": (KeyConfig(name="ann", budget="0.002/day"),)}
+    async with cascade(
+        said("small", *UNSURE), LARGE, calibration=calibration(tmp_path), gateway=more,
+        keys=(ApiKey.of("ann", "user", "k" * 8),),
+    ) as (_, two, gateway, http):  # fmt: skip
+        ask = asked(max_tokens=20)
+        response = await http.post(CHAT, json=ask, headers={"authorization": "Bearer kkkkkkkk"})
+        assert by(response) == "small" and content(response) == "small" and not two.bodies
+        assert 'why="large unavailable"' in response.headers["x-paceline-cascade"]
+        assert gateway.spending.status()["ann"]["spent"] == "0.000015"
+
+
+async def test_what_is_saved_and_handed_off_is_counted(tmp_path: Path) -> None:
+    small = (said("small", *SURE), said("small", *UNSURE))
+    path, more = calibration(tmp_path), {"prices": PRICES}
+    async with cascade(small, LARGE, calibration=path, gateway=more) as (_, _, _, http):
+        await http.post(CHAT, json=asked())
+        await http.post(CHAT, json=asked())
+        text = (await http.get("/metrics")).text
+        name = "paceline:gateway_cascade_requests_total"
+        assert metric(text, name, model="chat", answered_by="small") == 1
+        assert metric(text, name, model="chat", answered_by="escalated") == 1
+        # 15 tokens at 99 a million saved, then 15 at 1 a million wasted
+        saved = metric(text, "paceline:gateway_cascade_saved", model="chat")
+        assert saved == pytest.approx(15 * 98e-6)
+
+
+async def test_load_moves_the_threshold_and_no_further_than_its_bound(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    async with cascade(
+        said("small", -1.15), LARGE, calibration=path, max_loss=0.05,
+        under_load=UnderLoad(max_loss=0.2, full_wait=1.0),
+    ) as (_, _, gateway, http):  # fmt: skip
+        calm = await http.post(CHAT, json=asked())
+        assert by(calm) == "escalated"
+        threshold = float(calm.headers["x-paceline-cascade"].rsplit("=", 1)[1])
+        gateway.upstreams.by_name["e2"].load.latency.first_token = lambda *_: 9.0
+        messages = [{"role": "user", "content": "another"}]
+        busy = await http.post(CHAT, json=asked(messages=messages))
+        eased = float(busy.headers["x-paceline-cascade"].rsplit("=", 1)[1])
+        assert by(busy) == "small" and eased < threshold
+
+
+async def test_what_the_caller_forbids_is_not_done(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    async with cascade(said("small", *SURE), LARGE, calibration=path) as (one, _, _, http):
+        response = await http.post(CHAT, json=asked(), headers={"x-paceline-allow": "retry"})
+        assert content(response) == "large" and not one.bodies
+        assert 'why="forbidden"' in response.headers["x-paceline-cascade"]
+        # several choices have no cascade, and other models have none
+        several = await http.post(CHAT, json=asked(n=2))
+        assert "x-paceline-cascade" not in several.headers and not one.bodies
+        own = await http.post(CHAT, json=asked(model="small"))
+        assert "x-paceline-cascade" not in own.headers and content(own) == "small"
+
+
+async def test_a_caller_that_hangs_up_ends_the_small_request(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    slow = told(["a", "b", "c"], -0.1, -0.1, -0.1, gap=0.3)
+    for mode in ("prefix", "cascade"):
+        async with cascade(slow, LARGE, calibration=path, mode=mode) as (
+            one,
+            two,
+            gateway,
+            http,
+        ):
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post(CHAT, json=asked(stream=True), timeout=0.15)
+            await until(lambda: one.hung_up == 1 and is_clean(gateway))
+            assert not two.bodies
+
+
+async def test_a_calibration_of_other_models_is_refused(tmp_path: Path) -> None:
+    path = calibration(tmp_path, small="0" * 32)
+    async with scripted(said("small")) as engine:
+        models = (
+            ModelConfig(
+                name="chat", tiers=(("e1",),),
+                cascade=CascadeConfig(small="small", calibration=path, prefix_tokens=2),
+            ),
+            ModelConfig(name="small", tiers=(("e1:m",),)),
+        )  # fmt: skip
+        gateway = Gateway(configured(engine, models=models), KeyRing(()))
+        with pytest.raises(ConfigError, match=r"with m of digest 0{32}, and engine e1 has m of"):
+            await gateway.start()
+        await gateway.close()
+
+
+async def test_a_model_that_is_replaced_under_way_is_not_judged(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    async with cascade(said("small", *SURE), LARGE, calibration=path) as (_, _, gateway, http):
+        upstream = gateway.upstreams.by_name["e1"]
+        digest = upstream.models["m"]
+        # as if it had been calibrated with what runs now
+        again = calibration(tmp_path, small=digest_of(digest.entry))
+        config = gateway.config
+        await gateway.reload(config, gateway.keys)
+        assert again == path and by(await http.post(CHAT, json=asked())) == "small"
+        upstream.lists([{"id": "m", "quantization": "q4"}], {})
+        response = await http.post(CHAT, json=asked())
+        assert content(response) == "large"
+        assert 'why="calibration"' in response.headers["x-paceline-cascade"]
+
+
+async def test_requests_at_once_are_decided_each_by_itself(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    small = (said("small", *SURE), said("small", *UNSURE)) * 8
+    async with cascade(small, LARGE, calibration=path) as (_, _, gateway, http):
+        asks = [
+            http.post(CHAT, json=asked(messages=[{"role": "user", "content": str(n)}]))
+            for n in range(16)
+        ]
+        found = [(by(r), content(r)) for r in await asyncio.gather(*asks)]
+        assert sorted(found) == [("escalated", "large")] * 8 + [("small", "small")] * 8
+        await until(lambda: is_clean(gateway))
+        status = json.loads((await http.get("/status")).content)
+        assert status["in_flight"] == 0

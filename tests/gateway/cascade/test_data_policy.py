@@ -1,0 +1,172 @@
+"""Requests that may not leave: no byte of one reaches a cloud, whatever the local engine does."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.gateway.routing.data_policy import NO_POLICY, data_policy
+from paceline.gateway.settings.cascade import CascadeConfig
+from paceline.gateway.settings.config import KeyConfig, ModelConfig
+from paceline.http.keys import ApiKey
+from tests.gateway.cascade.helpers import calibration, said, told
+from tests.gateway.fault_server import Step, chat_chunks, scripted
+from tests.gateway.helpers import (
+    ANY,
+    CHAT,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    is_clean,
+    prefer_others,
+    refused,
+    until,
+)
+
+FAULTS = {
+    "good": said("fine", -0.1),
+    "unsure": said("fine", -5.0),
+    "stream": told(["f", "i", "n", "e"], -5.0, -5.0, -5.0, -5.0),
+    "refusal": said("I'm sorry, but I can't."),
+    "503": refused(503),
+    "429": refused(429, retry_after="1"),
+    "400": refused(400),
+    "401": refused(401),
+    "404": refused(404),
+    "page": Step(parts=(b"<html>",), stream=False),
+    "no head": Step(raw=b""),
+    "garbage": Step(raw=b"SSH-2.0-x\r\n"),
+    "cut": Step(parts=chat_chunks(WORDS)[:3], then="cut"),
+    "stall": Step(parts=chat_chunks(WORDS)[:2], then="stall"),
+    "half an object": Step(parts=(b'{"choices": [',), stream=False),
+}
+KEYS = tuple(ApiKey.of(name, "user", name * 8) for name in ("ann", "bob"))
+RULES: dict[str, Any] = {
+    "keys": (KeyConfig(name="ann", local_only=True),),
+    "local_only_tags": ("private",),
+    "local_only_patterns": (r"\b\d{3}-\d{2}-\d{4}\b",),
+}
+# key, header of tags, text: what keeps a request in
+REASONS = (("ann", "", "hi"), ("bob", "hr, Private", "hi"), ("bob", "", "it is 078-05-1120"))
+
+
+def post(
+    http: httpx.AsyncClient, path: str, reason: tuple[str, str, str], body: dict[str, Any]
+) -> Any:
+    key, tags, _ = reason
+    headers = {"authorization": f"Bearer {key * 8}", "x-paceline-tags": tags}
+    return http.post(path, json=body, headers=headers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    fault=st.sampled_from(sorted(FAULTS)),
+    mode=st.sampled_from(["route", "cascade", "prefix"]),
+    reason=st.sampled_from(REASONS),
+    stream=st.booleans(),
+    model=st.sampled_from(["chat", "far", "small", "own"]),
+)
+def test_no_byte_reaches_a_cloud_under_any_fault(
+    fault: str, mode: Any, reason: tuple[str, str, str], stream: bool, model: str
+) -> None:
+    asyncio.run(_no_byte(fault, mode, reason, stream, model))
+
+
+async def _no_byte(
+    fault: str, mode: Any, reason: tuple[str, str, str], stream: bool, model: str
+) -> None:
+    path = str(PATHS[0])
+    models = (
+        ModelConfig(
+            name="chat", tiers=(("e2:m",),), length_over={"9": "far"},
+            cascade=CascadeConfig(small="small", mode=mode, calibration=path, prefix_tokens=2),
+        ),
+        ModelConfig(name="small", tiers=(("e1:m",), ("e2:m",))),
+        # a cloud alone, and a model that keeps everything
+        ModelConfig(name="far", tiers=(("e2:m",),)),
+        ModelConfig(name="own", tiers=(("e2:m",), ("e1:m",)), local_only=True),
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(scripted(FAULTS[fault]))
+        two = await stack.enter_async_context(scripted(said("cloud")))
+        config = configured(
+            one, two, models=models, engine_fields={"e2": {"cloud": True}}, hedge_share=0.5,
+            stall_timeout=0.2, first_byte_timeout=0.3, spend_storage="", **RULES,
+        )  # fmt: skip
+        gateway, http = await stack.enter_async_context(gateway_over(config, KEYS))
+        body = chat(model=model, stream=stream, messages=[{"role": "user", "content": reason[2]}])
+        response = await post(http, CHAT, reason, body)
+        assert two.bodies == [] and two.paths == []
+        assert "cloud" not in response.text.replace("to a cloud", "")
+        if model == "far":
+            assert response.status_code == 503 and "may not go to a cloud" in response.text
+        if fault == "good" and model == "chat" and not stream:
+            assert response.json()["choices"][0]["message"]["content"] == "fine"
+            assert 'why="local_only"' in response.headers["x-paceline-cascade"]
+        await until(lambda: is_clean(gateway))
+
+
+PATHS: list[str] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> None:
+    PATHS[:] = [calibration(tmp_path_factory.mktemp("calibration"))]
+
+
+async def test_without_a_rule_the_cloud_is_asked() -> None:
+    """The same engines and requests, but for what keeps them in."""
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(scripted(refused(503)))
+        two = await stack.enter_async_context(scripted(said("cloud")))
+        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, spend_storage="", **fields)
+        _, http = await stack.enter_async_context(gateway_over(config, KEYS))
+        for reason in REASONS:
+            # models that keep the names of the engines
+            body = chat(messages=[{"role": "user", "content": reason[2]}])
+            assert (await post(http, CHAT, reason, body)).status_code == 503
+        assert not two.bodies
+        assert (await post(http, CHAT, ("bob", "public", ""), chat())).status_code == 200
+        assert len(two.bodies) == 1
+
+
+async def test_counting_and_files_stay_in_too() -> None:
+    pages = {"/v1/files": {"id": "file-1"}}
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(scripted(ANY, pages=pages))
+        two = await stack.enter_async_context(scripted(ANY, pages=pages))
+        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, spend_storage="", **fields)
+        gateway, http = await stack.enter_async_context(gateway_over(config, KEYS))
+        prefer_others(gateway, "e1")
+
+        async def send(key: str, tags: str, text: str) -> None:
+            body = chat(messages=[{"role": "user", "content": text}])
+            await post(http, "/v1/messages/count_tokens", (key, tags, text), body)
+            line = '{"body": {"model": "m", "messages": [{"content": "TEXT"}]}}\n'
+            # as some encoders write it
+            line = line.replace("TEXT", text.replace("-", "\\u002d"))
+            headers = {"authorization": f"Bearer {key * 8}", "x-paceline-tags": tags}
+            files = {"file": ("x.jsonl", line)}
+            await http.post("/v1/files", files=files, data={"purpose": "batch"}, headers=headers)
+
+        for reason in REASONS:
+            await send(*reason)
+        assert two.paths == [] and "/v1/files" not in two.asked
+        assert len(one.paths) == len(REASONS) == one.asked.count("/v1/files")
+        for _ in range(20):
+            await send("bob", "", "hi")
+        assert two.paths and "/v1/files" in two.asked
+
+
+def test_no_rule_costs_nothing() -> None:
+    config = configured()
+    assert data_policy(config) is NO_POLICY
