@@ -37,6 +37,7 @@ _COMMANDS: Final = {
     "plan": "simulation.plan",
     "simulate": "simulation.simulate",
     "bench": "watch.bench",
+    "calibrate": "watch.calibrate",
 }
 
 _EPILOG = """\

@@ -13,7 +13,7 @@ from paceline.cli.main import build_parser
 
 COMMANDS = (
     "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "quantize", "ps", "top",
-    "trace", "doctor", "plan", "simulate", "bench",
+    "trace", "doctor", "plan", "simulate", "bench", "calibrate",
 )  # fmt: skip
 
 

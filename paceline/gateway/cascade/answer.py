@@ -1,4 +1,4 @@
-"""What a model said: read for the decision, and changed to what its caller asked for."""
+"""Answers of models: read for the decision, and changed to what its caller asked for."""
 
 from __future__ import annotations
 

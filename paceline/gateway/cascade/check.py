@@ -1,4 +1,4 @@
-"""What a configuration's cascades lack, for ``paceline gateway --check``. No engine is asked."""
+"""Report of what cascades lack, for ``paceline gateway --check``. No engine is asked."""
 
 from __future__ import annotations
 

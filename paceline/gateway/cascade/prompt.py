@@ -1,4 +1,4 @@
-"""What a chat asks, as the decision about it needs it."""
+"""Reading of a chat for the decision about it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Tool(msgspec.Struct):
 class Prompt(msgspec.Struct, frozen=True):
     """One chat."""
 
-    # of the last message of the user
+    # text of the last message of the user
     text: str
     # digest of the tenant, and of what the conversation's turns have in common
     conversation: bytes

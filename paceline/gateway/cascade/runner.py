@@ -1,4 +1,4 @@
-"""Which model a request of a cascade goes to, and in what order::
+"""The way of one request of a cascade, to one model or both::
 
     data policy   may the large model have it at all?
     conversation  was it handed to the large model before?
@@ -78,7 +78,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Relaying(Protocol):
-    """What relays requests and knows engines: ``Gateway``."""
+    """The relaying of requests, and what is known of engines: ``Gateway``."""
 
     routes: Routes
     metrics: GatewayMetrics

@@ -23,7 +23,7 @@ __all__ = ["Calibration", "Fitted", "Side", "digest_of", "num_dense", "read_cali
 
 _VERSION: Final = 1
 _MAX_BYTES: Final = 64 << 20
-# of an engine's entry of a model: these change although the model stays
+# fields of an engine's entry of a model that change although the model stays
 _PASSING: Final = frozenset({"created", "created_at", "object", "owned_by", "permission"})
 
 
@@ -32,9 +32,9 @@ class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # its name at the engine
     model: str
-    # of what the engine told of it: ``digest_of``
+    # ``digest_of`` what the engine told of it
     digest: str
-    # what that was, for people
+    # the same, for people
     told: dict[str, Any] = {}
 
 

@@ -37,7 +37,7 @@ class CascadeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     # model of the file that answers first
     small: str
-    # what decides: the prompt, the whole answer, or its first tokens
+    # whether the prompt decides, the whole answer, or its first tokens
     mode: Mode = "cascade"
     # quality lost at most, as a share of the answers, on requests like those of the calibration
     max_loss: float = 0.05

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 __all__ = ["CONFIDENCE", "Token", "confidence_of"]
 
 _PARTS: Final = ("min", "q10", "q25", "mean")
-# of a run of tokens
+# parts of a run of tokens
 _OF_RUN: Final = (
     *(f"logprob_{part}" for part in _PARTS), *(f"margin_{part}" for part in _PARTS), "entropy",
 )  # fmt: skip
@@ -27,7 +27,7 @@ class Token(msgspec.Struct, frozen=True):
     """One generated token."""
 
     logprob: float
-    # of the likeliest tokens at its place, in any order; empty: not given
+    # the likeliest tokens' at its place, in any order; empty: not given
     top: Sequence[float] = ()
 
 

@@ -1,0 +1,135 @@
+"""``paceline calibrate`` against two servers, and the gateway that reads what it wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.gateway.settings.config import read_config
+from tests.gateway.cascade.helpers import places
+from tests.gateway.fault_server import Engine, scripted
+from tests.gateway.helpers import CHAT, GOOD, chat, gateway_over
+
+CONFIG = """
+spend_storage = ""
+[[engines]]
+name = "one"
+url = "{one}"
+[[engines]]
+name = "two"
+url = "{two}"
+[[models]]
+name = "chat"
+tiers = [["two:m"]]
+[models.cascade]
+small = "small"
+max_loss = {most}
+calibration = "{file}"
+[[models]]
+name = "small"
+tiers = [["one:m"]]
+"""
+
+
+def number(body: dict[str, Any]) -> int:
+    return int(body["messages"][0]["content"].split()[-1])
+
+
+def small(body: dict[str, Any]) -> Any:
+    """Right for even numbers, and then sure of it."""
+    n = number(body)
+    good = n % 2 == 0
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": str(n) if good else "no idea"},
+        "logprobs": {"content": places([-0.1 if good else -2.0] * 4)},
+        "finish_reason": "stop",
+    }
+    return {"id": "x", "model": "m", "choices": [choice]}
+
+
+def large(body: dict[str, Any]) -> Any:
+    message = {"role": "assistant", "content": str(number(body))}
+    return {"id": "x", "model": "m", "choices": [{"index": 0, "message": message}]}
+
+
+def write(folder: Path, engines: list[Engine], count: int, most: float = 0.1) -> list[str]:
+    config, labels = folder / "gateway.toml", folder / "labels.jsonl"
+    one, two = (engine.url for engine in engines)
+    config.write_text(CONFIG.format(one=one, two=two, most=most, file=folder / "chat.json"))
+    checks = [{"prompt": f"say {n}", "check": {"exact": str(n)}} for n in range(count)]
+    labels.write_text("\n".join(map(json.dumps, checks)))
+    return ["calibrate", str(config), "--labels", str(labels)]
+
+
+async def run(arguments: list[str]) -> int:
+    return await asyncio.to_thread(main, arguments)
+
+
+async def test_a_calibration_is_measured_and_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with AsyncExitStack() as stack:
+        answering = ({"/v1/chat/completions": say} for say in (small, large))
+        engines = [
+            await stack.enter_async_context(scripted(GOOD, pages=pages)) for pages in answering
+        ]
+        arguments = write(tmp_path, engines, 80)
+        assert await run(arguments) == 0
+        told = capsys.readouterr().out
+        assert "80 labels: quality 0.500 of the small model, 1.000 of the large one" in told
+        for name in ("oracle", "random", "longest first", "route", "cascade", "prefix"):
+            assert f"\n{name:14}" in told
+        assert "cascade: a good answer scores higher than a bad one at 100.0%" in told
+        assert "cascade    max_loss 0.02   9 labels are missing" in told
+        asked = sum(engine.asked.count("/v1/chat/completions") for engine in engines)
+        assert asked == 160
+        # nothing is asked twice
+        assert await run(arguments) == 0
+        assert asked == sum(engine.asked.count("/v1/chat/completions") for engine in engines)
+        config = read_config(tmp_path / "gateway.toml")
+        async with gateway_over(config) as (_, http):
+            for n, by in ((90, "small"), (91, "escalated")):
+                messages = [{"role": "user", "content": f"say {n}"}]
+                response = await http.post(CHAT, json=chat(model="chat", messages=messages))
+                assert response.headers["x-paceline-cascade"].startswith(f"{by};")
+                assert response.json()["choices"][0]["message"]["content"] == str(n)
+
+
+async def test_too_few_labels_are_counted_and_what_failed_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with AsyncExitStack() as stack:
+        fails: Any = lambda body: large(body) if number(body) else (500, {"error": "no"})  # noqa: E731
+        answering = ({"/v1/chat/completions": say} for say in (small, fails))
+        engines = [
+            await stack.enter_async_context(scripted(GOOD, pages=pages)) for pages in answering
+        ]
+        assert await run(write(tmp_path, engines, 12, 0.05)) == 2
+        told = capsys.readouterr().err
+        assert "answers 500" in told and "1 answers failed" in told and "11 labels are left" in told
+        assert "max_loss 0.05 needs 38 labels" in told and "are 11: 27 are missing" in told
+        # and what was measured is kept
+        assert len((tmp_path / "chat.answers.jsonl").read_text().split("\n")) == 24
+        assert not (tmp_path / "chat.json").exists()
+
+
+async def test_what_cannot_be_asked_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(scripted(GOOD)) for _ in range(2)]
+        engines[0].models = ("other",)
+        arguments = write(tmp_path, engines, 12)
+        assert await run(arguments) == 2
+        assert "has no model 'm'; it lists other" in capsys.readouterr().err
+        assert await run([*arguments, "--model", "small"]) == 2
+        assert "no model 'small' with a cascade; there are chat" in capsys.readouterr().err
+        assert await run([*arguments, "-o", str(tmp_path / "no" / "x")]) == 2
+        assert "there is no folder" in capsys.readouterr().err
