@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from paceline.routing.choice import choose
-from paceline.routing.engine_load import Demand, Dispatch, EngineLoad, Pressure
+from paceline.routing.engine_load import Demand, Dispatch, EngineLoad, EngineView, Pressure
 
 __all__ = ["PredictedRouter"]
 
@@ -52,12 +52,16 @@ class PredictedRouter:
             if load.pressure is None or now - load.pressure.at >= self._staleness:
                 load.heard(look(index))
         views = [load.view(demand, now) for load in self.loads]
-        index = choose(views, demand, self._draw)
+        index = self.pick(number, views, demand)
         load = self.loads[index]
         self._sent[number] = index, load.dispatch(demand, views[index], now)
         self._waiting[index].add(number)
         load.prefixes.add(demand.prefix)
         return index
+
+    def pick(self, number: int, views: Sequence[EngineView], demand: Demand) -> int:
+        """Pick one of the engines for a request."""
+        return choose(views, demand, self._draw)
 
     def waiting(self) -> list[int]:
         """Return requests that were sent and have no first token yet."""

@@ -31,7 +31,10 @@ class Easing:
         self.share = min(max(self.share, self._share_at(wait)), self._share_at(2.0 * wait))
         if self.share == 0.0 or self._eased == self._strict:
             return self._strict
-        # an infinite threshold moves in one step
+        if self.share == 1.0:
+            # without the rounding of what follows
+            return self._eased
+        # no score is above 1, so an infinite threshold begins to move there
         top = min(self._strict, max(1.0, self._eased))
         return max(self._eased, top + self.share * (self._eased - top))
 

@@ -84,6 +84,11 @@ class GatewayFrame:
     hedges: Mapping[str, int]
     resumed: int
     fallbacks: int
+    # requests of models with a cascade in the interval, by who answered; tokens of small models
+    # that no caller got in it; and spending saved since the gateway began
+    cascade: Mapping[str, int]
+    cascade_wasted: int
+    cascade_saved: float
     # measured from a request's arrival at the gateway
     ttft: Quantiles
     seconds: Quantiles
@@ -118,6 +123,9 @@ def make_gateway_frame(
         hedges=grew_by("hedges_total", "result"),
         resumed=int(grown.total(f"{_NAME}resumed_total")),
         fallbacks=int(grown.total(f"{_NAME}fallbacks_total")),
+        cascade=grew_by("cascade_requests_total", "answered_by"),
+        cascade_wasted=int(grown.total(f"{_NAME}cascade_wasted_tokens_total")),
+        cascade_saved=now.total(f"{_NAME}cascade_saved"),
         ttft=grown.quantiles(f"{_NAME}time_to_first_token_seconds"),
         seconds=grown.quantiles(f"{_NAME}request_seconds"),
         engines=tuple(_engine(name, told, grown) for name, told in status["engines"].items()),

@@ -105,6 +105,10 @@ def _requests(frame: GatewayFrame) -> RenderableType:
         done.append("hedges " + ", ".join(f"{how} {n}" for how, n in frame.hedges.items()))
     if done:
         row("saved", *done, style="cyan")
+    if frame.cascade:
+        who = [f"{by} {frame.cascade.get(by, 0)}" for by in ("small", "escalated", "large")]
+        row("cascade", *who, f"wasted {frame.cascade_wasted} tokens",
+            f"saved {_money(frame.cascade_saved)}")  # fmt: skip
     return lines.panel("requests")
 
 

@@ -1,0 +1,113 @@
+"""Cascade of a small and a large model: what it saves, and whether its bound on the loss holds.
+
+Method. 500 prompts of 14 kinds with exact checkers are made from a seed, and 90 of three kinds
+that are held out by name. The small model is SmolLM2-135M, really run: its answers, with
+log-probabilities, are asked for once and kept (``PACELINE_CASCADE``, else in the cache). The large
+one is scripted: the checker's own answer, wrong by a rate per kind; with ``LARGE=path.gguf`` it is
+that model, really run.
+
+* ``auroc``, ``apgr``, ``calls_saved``: in ten folds, with bootstrap intervals; ``apgr`` is 0.5 for
+  a random choice; baselines are an oracle and the longest prompts first;
+* ``bound``: the mean loss over 20 splits of 200 labels to fit, 200 to calibrate and 100 to test;
+* ``unseen_kind``: the kinds held out, with scorers that never saw them;
+* ``router_us``: one decision, from the prompt and the answer's tokens to the score;
+* ``overload``: the large engine at twice its load, in virtual time (``overload``);
+* ``ttft_added_ms``: what holding tokens back adds to a first token, live (``live``).
+
+The last line is JSON; a part that was not run is absent from it, and named above it. QUICK=1: the
+bound alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cascade.collect import SMALL, answers_of, labels
+from benchmarks.cascade.judging import (
+    bound,
+    by_kind,
+    in_folds,
+    pair,
+    router_us,
+    scripted_large,
+    unseen,
+)
+from benchmarks.cascade.live import first_tokens
+from benchmarks.cascade.overload import overload
+from benchmarks.common.processes import Unavailable
+from paceline.bench.calibrate.checkers import text_of
+from paceline.bench.calibrate.fitting import Measured
+from paceline.bench.machine import machine
+
+# a large model as a file; "": it is scripted
+LARGE = os.environ.get("LARGE", "")
+
+
+def rows_of() -> tuple[list[Measured], list[Measured]]:
+    """Return the measured labels of the usual kinds and of those held out."""
+    usual, held = labels()
+    small = answers_of("small", SMALL)
+    if LARGE:
+        answers = answers_of("large", LARGE)
+        found = [answers.find("large", label) for label in (*usual, *held)]
+        large = [text_of(answer) for answer in found if answer is not None]
+    else:
+        large = scripted_large([*usual, *held])
+    return pair(usual, small, large[: len(usual)]), pair(held, small, large[len(usual) :])
+
+
+def show(title: str, rows: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    for name, value in rows.items():
+        print(f"  {name:16}{value}")
+
+
+def figures(usual: Sequence[Measured], held: Sequence[Measured]) -> dict[str, Any]:
+    """Run all parts, and print each."""
+    show("quality of the small and the large model, by kind", by_kind([*usual, *held]))
+    found: dict[str, Any] = {"bound": bound(usual)}
+    show("bound on the loss, 20 splits", found["bound"])
+    if os.environ.get("QUICK"):
+        return found
+    folds = in_folds(usual)
+    for name, each in folds.items():
+        show(f"{name}, ten folds [value, low, high]", each)
+    for name in ("auroc", "apgr"):
+        found[name] = {router: each[name] for router, each in folds.items()}
+    for name in ("calls_saved_at_95", "calls_saved_at_99"):
+        found[name] = folds["cascade"][name]
+    found["unseen_kind"] = unseen(usual, held)
+    show("kinds never seen: not exchangeable, so the bound is not promised", found["unseen_kind"])
+    found["router_us"] = router_us(usual)
+    show("router", {"microseconds": found["router_us"]})
+    found["overload"] = overload(usual)
+    show("the large engine at twice its load, in virtual time", found["overload"])
+    try:
+        found["ttft_added_ms"] = first_tokens(usual)
+    except Unavailable as error:
+        print(f"\nnot run: ttft_added_ms: {error}")
+    else:
+        show("first tokens in mode prefix", found["ttft_added_ms"])
+    return found
+
+
+def main() -> int:
+    try:
+        usual, held = rows_of()
+    except Unavailable as error:
+        print(f"not run: {error}", file=sys.stderr)
+        return 1
+    found = figures(usual, held)
+    print()
+    told = {"bench": "cascade", "pair": [SMALL, Path(LARGE).stem or "scripted"], "results": found}
+    print(json.dumps({**told, "machine": machine()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Answers of models to the tasks, asked once and kept in the cache."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from benchmarks.cascade.tasks import HELD_OUT, KINDS, make_labels
+from benchmarks.common.server import PacelineServer
+from paceline.bench.calibrate.asking import Answers, Source, ask, ask_all
+from paceline.bench.calibrate.labels import Label
+from paceline.checkpoints.hub.resolve import default_cache_dir
+
+__all__ = ["SMALL", "answers_of", "folder", "labels"]
+
+SMALL: Final = "smollm2-135m"
+_SEED: Final = 1
+
+
+def labels() -> tuple[list[Label], list[Label]]:
+    """Return 500 labels of the usual kinds, and 90 of the kinds held out."""
+    usual = tuple(kind for kind in KINDS if kind not in HELD_OUT)
+    return make_labels(500, usual, _SEED), make_labels(90, HELD_OUT, _SEED)
+
+
+def folder() -> Path:
+    """Return the folder of what is kept, outside the repository."""
+    root = Path(os.environ.get("PACELINE_CASCADE") or default_cache_dir() / "cascade")
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def answers_of(side: str, model: str) -> Answers:
+    """Return a model's answers; those that are not kept yet are asked for first. Raises
+    Unavailable if its server does not start, and SystemExit if it does not answer."""
+    root, name = folder(), Path(model).stem
+    answers = Answers(root / f"{name}.jsonl")
+    wanted = [label for part in labels() for label in part]
+    missing = sum(answers.find(side, label) is None for label in wanted)
+    if not missing:
+        return answers
+    print(f"asking {name} {missing} prompts, once: {root}", file=sys.stderr)
+
+    def told(done: int, count: int) -> None:
+        if done % 50 == 0:
+            print(f"  {done} of {count}", file=sys.stderr)
+
+    flags = (model, "--served-model-name", name)
+    with PacelineServer(*flags, log=root / "server.log") as server:
+        source = Source(f"http://127.0.0.1:{server.port}", name)
+        failed = ask_all(
+            side, wanted, answers, lambda label: ask(source, label, logprobs=side == "small"), told
+        )
+    if failed:
+        raise SystemExit(f"{len(failed)} prompts were not answered: {failed[0]}")
+    return answers
+
+
+if __name__ == "__main__":
+    answers_of("small", SMALL)

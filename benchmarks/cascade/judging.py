@@ -1,0 +1,165 @@
+"""Figures of a pair of models, from measured answers alone."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.cascade.tasks import truth
+from paceline.bench.calibrate.asking import Answers
+from paceline.bench.calibrate.checkers import quality, text_of
+from paceline.bench.calibrate.curves import (
+    Interval,
+    apgr,
+    auroc,
+    calls_saved,
+    interval,
+    oracle,
+)
+from paceline.bench.calibrate.fitting import (
+    MODES,
+    Measured,
+    fit,
+    measured,
+    out_of_fold,
+    outcomes_of,
+    scores_of,
+)
+from paceline.bench.calibrate.labels import Label
+from paceline.routing.cascade import pick_threshold
+
+__all__ = ["bound", "by_kind", "in_folds", "pair", "router_us", "scripted_large", "unseen"]
+
+FIRST: Final = 24
+ALPHAS: Final = (0.02, 0.05, 0.1, 0.15)
+_SPLITS: Final = 20
+_CALIBRATION: Final = 200
+_FIT: Final = 200
+# share of its answers that the scripted large model gets wrong, by kind; others: _USUAL
+_WRONG: Final = {"products": 0.12, "sorting": 0.1, "code": 0.1, "counting": 0.12, "json": 0.06}
+_USUAL: Final = 0.04
+
+
+def scripted_large(labels: Sequence[Label], seed: int = 0) -> list[str]:
+    """Return the scripted large model's answers: the checker's, wrong by a rate per kind."""
+    draw = random.Random(seed)
+    return [
+        "?" if draw.random() < _WRONG.get(label.kind, _USUAL) else truth(label) for label in labels
+    ]
+
+
+def pair(labels: Sequence[Label], small: Answers, large: Sequence[str]) -> list[Measured]:
+    """Return the labels with both qualities."""
+    rows = []
+    for label, answer in zip(labels, large, strict=True):
+        found = small.find("small", label)
+        assert found is not None, "all were asked"
+        row = measured(label, found, quality(label, text_of(found)), quality(label, answer))
+        assert row is not None, "the server answers chats"
+        rows.append(row)
+    return rows
+
+
+def by_kind(rows: Sequence[Measured]) -> dict[str, list[float]]:
+    """Return the qualities of both models by kind."""
+    kinds = sorted({row.label.kind for row in rows})
+    return {
+        kind: [
+            round(statistics.mean(getattr(row, side) for row in rows if row.label.kind == kind), 2)
+            for side in ("small", "large")
+        ]
+        for kind in kinds
+    }
+
+
+def _told(found: Interval) -> list[float]:
+    return [round(value, 3) for value in (found.value, found.low, found.high)]
+
+
+def in_folds(rows: Sequence[Measured]) -> dict[str, dict[str, Any]]:
+    """Return AUROC, APGR and calls saved of each router and of the baselines; each score is by a
+    scorer that was fitted on the other nine folds. A figure is [value, low, high]."""
+    outcomes = outcomes_of(rows)
+    scores = {mode: out_of_fold(rows, mode, FIRST) for mode in MODES}
+    scores["oracle"] = oracle(outcomes)  # type: ignore[index]
+    scores["longest first"] = np.array([-float(len(r.prompt.text)) for r in rows])  # type: ignore[index]
+    good = [row.is_good for row in rows]
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in scores.items():
+        found[name] = {
+            "auroc": round(auroc(good, each), 3),
+            "apgr": _told(interval(apgr, outcomes, each)),
+            "calls_saved_at_95": _told(
+                interval(lambda o, s: calls_saved(o, s, 0.95), outcomes, each)
+            ),
+            "calls_saved_at_99": _told(
+                interval(lambda o, s: calls_saved(o, s, 0.99), outcomes, each)
+            ),
+        }
+    return found
+
+
+def bound(rows: Sequence[Measured]) -> dict[str, Any]:
+    """Return the loss on labels that neither the fit nor the threshold has seen, over 20 splits of
+    200 labels to fit, 200 to calibrate and the rest."""
+    losses: dict[float, list[float]] = {alpha: [] for alpha in ALPHAS}
+    kept: dict[float, list[float]] = {alpha: [] for alpha in ALPHAS}
+    for seed in range(_SPLITS):
+        order = np.random.default_rng(seed).permutation(len(rows))
+        ends = (_FIT, _FIT + _CALIBRATION)
+        fitting, held, test = ([rows[i] for i in part] for part in np.split(order, ends))
+        scorer = fit(fitting, "cascade", FIRST)
+        known, new = (scores_of(scorer, part, "cascade", FIRST) for part in (held, test))
+        for alpha in ALPHAS:
+            threshold = pick_threshold(known.tolist(), outcomes_of(held).losses.tolist(), alpha)
+            stays = (new >= threshold) & (new > 0.0)
+            losses[alpha].append(float((outcomes_of(test).losses * stays).mean()))
+            kept[alpha].append(float(stays.mean()))
+    errors = [statistics.stdev(losses[a]) / math.sqrt(_SPLITS) for a in ALPHAS]
+    means = [statistics.mean(losses[a]) for a in ALPHAS]
+    return {
+        "alpha": list(ALPHAS),
+        "loss_mean": [round(mean, 4) for mean in means],
+        "standard_error": [round(error, 4) for error in errors],
+        "holds": [m <= a + 2 * e for m, a, e in zip(means, ALPHAS, errors, strict=True)],
+        "stays_small": [round(statistics.mean(kept[a]), 3) for a in ALPHAS],
+    }
+
+
+def unseen(rows: Sequence[Measured], held: Sequence[Measured]) -> dict[str, Any]:
+    """Return the figures on kinds that were never fitted or calibrated on: there the bound is not
+    promised, as these labels are not exchangeable with the others."""
+    order = np.random.default_rng(0).permutation(len(rows))
+    fitting, known = ([rows[i] for i in part] for part in np.split(order, [len(rows) // 2]))
+    outcomes, good = outcomes_of(held), [row.is_good for row in held]
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        scorer = fit(fitting, mode, FIRST)
+        scores = scores_of(scorer, held, mode, FIRST)
+        losses = outcomes_of(known).losses.tolist()
+        threshold = pick_threshold(scores_of(scorer, known, mode, FIRST).tolist(), losses, 0.1)
+        found[mode] = {
+            "auroc": round(auroc(good, scores), 3),
+            "apgr": _told(interval(apgr, outcomes, scores)),
+            "loss_at_0.1": round(float((outcomes.losses * (scores >= threshold)).mean()), 4),
+            "stays_small": round(float((scores >= threshold).mean()), 3),
+        }
+    return found
+
+
+def router_us(rows: Sequence[Measured]) -> float:
+    """Return the microseconds of a decision, the median over the prompts: features of the prompt
+    and of the answer's tokens, and the score."""
+    scorer, seconds = fit(rows, "cascade", FIRST), []
+    for row in rows:
+        began = time.perf_counter()
+        row.fault("cascade", FIRST)
+        scorer.score(row.features("cascade", FIRST))
+        seconds.append(time.perf_counter() - began)
+    return round(1e6 * statistics.median(seconds), 1)
