@@ -88,8 +88,8 @@ class Judge:
         self._scales: dict[Mode, _Scale] = {}
         # models of engines that fit the calibration, as they were last listed
         self._fitting: dict[tuple[str, str], UpstreamModel] = {}
-        # the small engine takes a request with log-probabilities
-        self.asks_logprobs = True
+        # log-probabilities are used, and the small engine tells them as far as is known
+        self.asks_logprobs = False
         if config.calibration:
             self._calibration = read_calibration(Path(config.calibration), config.prefix_tokens)
             for mode, fitted in self._calibration.fitted.items():

@@ -133,6 +133,9 @@ class Cascades:
         run = _Run(self._gateway, judge, asked)
         prompt = read_prompt(asked.body, asked.incoming.tenant, run.conversation_name)
         small = run.small_route()
+        if small is not None and not asked.route.tiers:
+            await run.small(small, Decision(True, "local_only"))
+            return
         if why := judge.misfit(small, asked.route) if small is not None else "":
             if judge.model not in self._told:
                 self._told.add(judge.model)
@@ -141,8 +144,6 @@ class Cascades:
         if small is None or prompt is None or not asked.allowed.cascade:
             why = "forbidden" if not asked.allowed.cascade else "calibration" if why else "no small"
             await run.large(Decision(False, why), "routed")
-        elif not asked.route.tiers:
-            await run.small(small, Decision(True, "local_only"))
         elif judge.conversations.is_large(prompt.conversation):
             await run.large(Decision(False, "conversation"), "routed")
         else:
@@ -353,7 +354,9 @@ class _Run:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        self._gateway.metrics.cascade_wasted(judge.model, gate.num_tokens)
+        # a request that was cut off tells no usage
+        used = Used(round(asked.tokens), 0, gate.num_tokens)
+        self._count([(small.tiers[0][0], used)], kept=False)
         judge.conversations.escalate(prompt.conversation)
         await self.large(decision, "escalated")
 

@@ -133,8 +133,10 @@ async def test_a_conversation_goes_up_and_stays_there(tmp_path: Path) -> None:
 
 async def test_without_a_calibration_faults_alone_decide() -> None:
     small = (said("fine"), said(" "), said("fine"))
-    async with cascade(small, LARGE) as (_, _, _, http):
+    async with cascade(small, LARGE) as (one, _, _, http):
         first = await http.post(CHAT, json=asked())
+        # nothing would read them
+        assert "logprobs" not in one.bodies[0]
         assert by(first) == "small" and "score" not in first.headers["x-paceline-cascade"]
         second = await http.post(CHAT, json=asked())
         assert 'why="empty"' in second.headers["x-paceline-cascade"]
@@ -224,6 +226,18 @@ async def test_a_budget_that_the_large_model_exceeds_leaves_the_small_answer(
         assert by(response) == "small" and content(response) == "small" and not two.bodies
         assert 'why="large unavailable"' in response.headers["x-paceline-cascade"]
         assert gateway.spending.status()["ann"]["spent"] == "0.000015"
+
+
+async def test_both_models_count_against_a_limit_of_tokens(tmp_path: Path) -> None:
+    more = {"rate_limit_tokens": "1000/minute"}
+    async with cascade(
+        said("small", *UNSURE), LARGE, calibration=calibration(tmp_path), gateway=more
+    ) as (_, _, gateway, http):
+        response = await http.post(CHAT, json=asked(max_tokens=20))
+        assert by(response) == "escalated" and content(response) == "large"
+        # 15 tokens of each
+        assert response.headers["x-ratelimit-remaining-tokens"] == "970"
+        await until(lambda: is_clean(gateway))
 
 
 async def test_what_is_saved_and_handed_off_is_counted(tmp_path: Path) -> None:
