@@ -18,6 +18,7 @@ from paceline.gateway.settings.cascade import CascadeConfig, Mode
 from paceline.gateway.upstreams.upstream import UpstreamModel
 from paceline.routing.cascade import (
     Conversations,
+    Drift,
     Easing,
     Features,
     confidence_of,
@@ -63,6 +64,8 @@ class _Scale:
         eased = pick_threshold(fitted.scores, fitted.losses, most)
         self._easing = Easing(strict, eased, 1.0 if under is None else under.full_wait)
         self._first = config.prefix_tokens
+        # a label with a fault has the score 0, and no such answer is scored here
+        self.drift = Drift([score for score in fitted.scores if score] or fitted.scores)
 
     def decide(self, prompt: Prompt, said: Said | None, wait: float) -> Decision:
         dense = prompt.form()
@@ -71,6 +74,7 @@ class _Scale:
             dense = np.concatenate((dense, confidence_of(tokens, self._first)))
         score = self._scorer.score(Features(prompt.ngrams(), dense))
         threshold = self._easing.threshold(wait)
+        self.drift.saw(score)
         return Decision(score >= threshold, "score", score, threshold)
 
 
@@ -110,6 +114,11 @@ class Judge:
         """Return how a request is decided: a whole answer has no prefix that is worth holding."""
         mode = self.config.mode
         return "cascade" if mode == "prefix" and not stream else mode
+
+    def take_drift(self) -> float | None:
+        """Return how unlike the labels' the recent scores are, now and then; None: not now."""
+        found = [drift for scale in self._scales.values() if (drift := scale.drift.take())]
+        return max(found, default=None)
 
     def by_prompt(self, prompt: Prompt, wait: float) -> Decision:
         """Decide from the prompt alone."""

@@ -214,6 +214,7 @@ class _Run:
         judge, wait = self._judge, self._wait()
         if self._mode == "route" or (judge.has_scores and not judge.asks_logprobs):
             decision = judge.by_prompt(prompt, wait)
+            self._note_drift()
             if not decision.small:
                 judge.conversations.escalate(prompt.conversation)
                 await self.large(decision, "routed")
@@ -223,6 +224,10 @@ class _Run:
                 return
         ask = self._prefix if self._mode == "prefix" else self._whole
         await ask(prompt, small, wait)
+
+    def _note_drift(self) -> None:
+        if (drift := self._judge.take_drift()) is not None:
+            self._gateway.metrics.cascade_drifts(self._judge.model, drift)
 
     async def _direct_or_large(self, small: Route, decision: Decision, prompt: Prompt) -> None:
         """Ask the small model, and the large one if no answer comes of that."""
@@ -278,6 +283,7 @@ class _Run:
             await self._without_small(None, prompt)
             return
         decision = self._judge.by_answer(prompt, said, wait)
+        self._note_drift()
         if decision.small:
             await self._send_whole(gate, decision, small, usage)
             return
@@ -343,6 +349,7 @@ class _Run:
                 await self._no_prefix(task, gate, prompt, small)
                 return
             decision = judge.by_prefix(prompt, gate.said(prompt), wait, is_whole=gate.is_whole)
+            self._note_drift()
             if decision.small:
                 told = decision.note("small", small.model)
                 gate.open({"cascade": told}, [(b"x-paceline-cascade", cascade_header(told))])

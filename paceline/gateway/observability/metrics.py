@@ -94,6 +94,11 @@ class GatewayMetrics:
             "cascade_wasted_tokens",
             "Output tokens of the small model that no caller got.",
         )
+        self._drift = self._of_model(
+            "gauge",
+            "cascade_drift",
+            "Distance of a cascade's latest 200 scores from those of its labels, 0 to 1.",
+        )
         self._saved = self._of_model(
             "gauge",
             "cascade_saved",
@@ -142,6 +147,9 @@ class GatewayMetrics:
 
     def cascade_wasted(self, model: str, tokens: int) -> None:
         self._wasted.at(model).value += tokens
+
+    def cascade_drifts(self, model: str, distance: float) -> None:
+        self._drift.at(model).value = distance
 
     def cascade_saved(self, model: str, amount: float) -> None:
         """Add what an answer of the small model has saved; negative: it was paid for nothing."""

@@ -8,6 +8,7 @@
     labels  --> conformal    threshold whose expected loss is at most ``max_loss``
     waits   --> easing       threshold between two bounds while the large engines are busy
     turns   --> conversations   a conversation goes up freely, and never down
+    scores  --> drift        whether requests are still like the labels
 
 A score is the predicted probability that the small answer loses nothing. Values in, decisions out:
 no clock and no socket.
@@ -17,6 +18,7 @@ from paceline.routing.cascade.answers import Answer, exact_fault, is_loop, is_re
 from paceline.routing.cascade.confidence import CONFIDENCE, Token, confidence_of
 from paceline.routing.cascade.conformal import TooFewLabelsError, labels_missing, pick_threshold
 from paceline.routing.cascade.conversations import Conversations
+from paceline.routing.cascade.drift import Drift
 from paceline.routing.cascade.easing import Easing
 from paceline.routing.cascade.json_schema import violation
 from paceline.routing.cascade.prompts import FORM, NUM_BUCKETS, form_of, ngrams_of
@@ -28,6 +30,7 @@ __all__ = [
     "NUM_BUCKETS",
     "Answer",
     "Conversations",
+    "Drift",
     "Easing",
     "Features",
     "Scorer",

@@ -255,6 +255,17 @@ async def test_what_is_saved_and_handed_off_is_counted(tmp_path: Path) -> None:
         assert saved == pytest.approx(15 * 98e-6)
 
 
+async def test_other_traffic_than_the_labels_is_told(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    async with cascade(said("small", *SURE), LARGE, calibration=path) as (_, _, _, http):
+        for number in range(100):
+            messages = [{"role": "user", "content": str(number)}]
+            await http.post(CHAT, json=asked(messages=messages))
+        text = (await http.get("/metrics")).text
+        # every score is near 1, and those of the labels are spread evenly
+        assert metric(text, "paceline:gateway_cascade_drift", model="chat") > 0.9
+
+
 async def test_load_moves_the_threshold_and_no_further_than_its_bound(tmp_path: Path) -> None:
     path = calibration(tmp_path)
     async with cascade(
