@@ -121,6 +121,8 @@ class PrefixGate(WholeGate):
         self._text: list[str] = []
         self._calls: dict[int, list[str]] = {}
         self._finish = ""
+        # the engine failed behind its first token, and no other one could go on
+        self._has_failed = False
         # parts with output, for streams without log-probabilities
         self.num_parts = 0
         # set once the first tokens are there, or the answer is over
@@ -133,6 +135,11 @@ class PrefixGate(WholeGate):
     def is_whole(self) -> bool:
         """Whether the answer has ended."""
         return bool(self._finish)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether there is anything to judge: a stream with output that has not failed."""
+        return self.num_tokens > 0 and not self._has_failed
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +193,7 @@ class PrefixGate(WholeGate):
         self._held.append(chunk)
         if self._opened.is_set():
             return
+        self._has_failed = self._has_failed or bool(chunk.get("error"))
         for choice in chunk.get("choices") or ():
             self._read_choice(choice)
 

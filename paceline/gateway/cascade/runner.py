@@ -348,7 +348,11 @@ class _Run:
             if not gate.ready.is_set():
                 await self._no_prefix(task, gate, prompt, small)
                 return
-            decision = judge.by_prefix(prompt, gate.said(prompt), wait, is_whole=gate.is_whole)
+            decision = (
+                judge.by_prefix(prompt, gate.said(prompt), wait, is_whole=gate.is_whole)
+                if gate.is_answer
+                else Decision(False, "small unavailable")
+            )
             self._note_drift()
             if decision.small:
                 told = decision.note("small", small.model)

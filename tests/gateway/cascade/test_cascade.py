@@ -17,7 +17,7 @@ from paceline.gateway.settings.cascade import CascadeConfig, UnderLoad
 from paceline.gateway.settings.config import KeyConfig, ModelConfig, PriceConfig
 from paceline.http.keys import ApiKey, KeyRing
 from tests.gateway.cascade.helpers import calibration, cascade, said, told
-from tests.gateway.fault_server import scripted
+from tests.gateway.fault_server import Step, scripted
 from tests.gateway.helpers import (
     CHAT,
     chat,
@@ -190,11 +190,27 @@ async def test_a_prefix_is_held_back_and_then_flushed_or_thrown_away(tmp_path: P
         assert wasted == 4
 
 
-async def test_an_engine_without_logprobs_is_used_with_the_prompt_alone(tmp_path: Path) -> None:
-    no = refused(400)
-    no = type(no)(
-        status=400, parts=(b'{"error":{"message":"unknown field logprobs"}}',), stream=False
+async def test_a_prefix_that_breaks_or_is_no_stream_is_no_answer(tmp_path: Path) -> None:
+    path = calibration(tmp_path, first=4)
+    broken = told(["a", "b", "c", "d", "e"], *[-0.1] * 5)
+    small = (
+        Step(parts=broken.parts[:2], then="cut"),
+        # an engine that does not stream
+        said("small", *SURE),
     )
+    async with cascade(
+        small, told(["large"]), calibration=path, mode="prefix", prefix_tokens=4
+    ) as (_, _, gateway, http):
+        for text in ("one", "two"):
+            messages = [{"role": "user", "content": text}]
+            response = await http.post(CHAT, json=asked(stream=True, messages=messages))
+            assert text_of(streamed(response)) == "large" and by(response) == "escalated"
+            assert 'why="small unavailable"' in response.headers["x-paceline-cascade"]
+        await until(lambda: is_clean(gateway))
+
+
+async def test_an_engine_without_logprobs_is_used_with_the_prompt_alone(tmp_path: Path) -> None:
+    no = Step(status=400, parts=(b'{"error":{"message":"unknown field logprobs"}}',), stream=False)
     small = (no, said("small"), said("small"))
     async with cascade(small, LARGE, calibration=calibration(tmp_path)) as (one, _, _, http):
         assert by(await http.post(CHAT, json=asked())) == "small"
