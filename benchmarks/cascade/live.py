@@ -52,18 +52,19 @@ tiers = [["small:{model}"]]
 
 
 async def _first_token(port: int, model: str, row: Measured) -> tuple[float, float, str]:
-    """Return seconds to the first text and between later ones, and who answered."""
+    """Return seconds to the first text and for each later token, and who answered."""
     body = row.label.body(model) | {"stream": True, "max_tokens": _MAX_TOKENS, "ignore_eos": True}
-    began, times = time.monotonic(), []
+    began, first, last = time.monotonic(), 0.0, 0.0
     async with exchange(port, "/v1/chat/completions", body) as answer:
         by = answer.headers.get(b"x-paceline-cascade", b"").decode().partition(";")[0]
         async for line in answer.lines():
             if line.startswith(b"data: {"):
                 choices = json.loads(line[6:])["choices"]
                 if choices and choices[0]["delta"].get("content"):
-                    times.append(time.monotonic())
-    gap = (times[-1] - times[0]) / max(1, len(times) - 1)
-    return times[0] - began, gap, by
+                    first = first or time.monotonic()
+                if choices and choices[0].get("finish_reason"):
+                    last = time.monotonic()
+    return first - began, (last - first) / (_MAX_TOKENS - 1), by
 
 
 def first_tokens(rows: Sequence[Measured]) -> dict[str, Any]:
@@ -99,6 +100,8 @@ def first_tokens(rows: Sequence[Measured]) -> dict[str, Any]:
 async def _in_turns(rows: Sequence[Measured], direct: int, gateway: int) -> dict[str, Any]:
     own, through, gaps = [], [], []
     for row in rows:
+        # after this one both ways find the prompt computed
+        await _first_token(direct, SMALL, row)
         seconds, gap, _ = await _first_token(direct, SMALL, row)
         held, _, by = await _first_token(gateway, "chat", row)
         if by == "small":

@@ -27,13 +27,13 @@ __all__ = ["overload"]
 
 # a step of the large engine and of the small one, s; requests at once, and tokens of an answer
 _STEPS: Final = (0.04, 0.01)
-_PLACES, _OUTPUT = 4, 25
+_PLACES, _OUTPUT = 2, 25
 _CAPACITY: Final = _PLACES / ((_OUTPUT + 1) * _STEPS[0])
 _SECONDS, _LOAD = 300.0, 2.0
 _TTFT: Final = 2.0
 _BOUNDS: Final = (0.05, 0.15)
 _FULL_WAIT: Final = 1.0
-_SPLITS: Final = 5
+_SPLITS: Final = 3
 
 
 def _arrivals(seed: int, seconds: float) -> Iterator[Arrival]:
