@@ -1,0 +1,1 @@
+"""What a newcomer meets first: commands from notes, and the first answers."""
