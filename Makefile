@@ -103,8 +103,8 @@ five-minutes: ## a newcomer's way in a fresh clone, timed: from nothing to a pac
 ten-minutes: $(READY) model ## docs/start/gateway-in-ten-minutes.md followed with the default model, timed
 	@$(BIN)/python -m tests.docs.follow docs/start/gateway-in-ten-minutes.md
 
-api-tables: $(STAMP) ## the tables of fields in docs/use/api.md, and the values in docs/understand/constants.md
-	@$(BIN)/python scripts/api_tables.py --write && $(BIN)/python scripts/constants_table.py --write
+api-tables: $(STAMP) ## tables of docs/use/api.md, docs/use/flags.md and docs/understand/constants.md
+	@$(BIN)/python scripts/api_tables.py --write && $(BIN)/python scripts/constants_table.py --write && $(BIN)/python scripts/flag_tables.py --write
 rooms: $(STAMP) ## draw the rooms from the imports, in build/rooms.md too
 	@$(BIN)/python scripts/rooms.py --write
 replay: $(STAMP) ## the first step that the core of BASE (a commit) decides otherwise, in SEEDS (500) scenarios a policy

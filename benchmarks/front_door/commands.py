@@ -46,6 +46,9 @@ class Command:
         """Return the arguments of ``paceline`` for it: its first word is ``serve`` or ``run``."""
         known = {MODEL: model, TEMPLATE: template, f"--model={MODEL}": f"--model={model}"}
         words = tuple(known.get(word, word) for word in self._arguments)
+        if words == ("serve",):
+            # Ollama's server is asked for a model later
+            return ("serve", model)
         return words if words[:1] in (("serve",), ("run",)) else ("serve", *words)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoints.hub.catalogue import ALIASES
 from paceline.cli.flags.arguments import shown_bytes
@@ -74,6 +74,9 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         ("--compute", load.compute, "auto"),
         ("--isa", load.isa, None),
         ("--packed-cache", load.packed_cache_bytes, None),
+        ("--gpu-memory-utilization", load.gpu_memory_utilization, None),
+        ("--tokenizer", settings.tokenizer, None),
+        ("--chat-template", settings.chat_template, None),
         ("--threads", load.threads, None),
         ("--numa", load.numa, "auto"),
     ):
@@ -189,14 +192,13 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
     """Return the KV blocks that unused cached prefixes may keep: ``prefix_cache_bytes``, or, where
     memory is taken as it is used, the size of the model's files, at least 256 MiB. So a server
     takes a small multiple of its model, not all that the pool may grow to. None: any number."""
-    from paceline.checkpoints.gguf.shards import gguf_files
+    from paceline.checkpoints.gguf.shards import weight_files
 
     size = settings.prefix_cache_bytes
     if size is None:
         if settings.model_path is None or info.device != "cpu":
             return None
-        path = Path(settings.model_path)
-        files = path.glob("*.safetensors") if path.is_dir() else gguf_files(path)
+        files = weight_files(Path(settings.model_path))
         size = max(_IDLE_BYTES, sum(file.stat().st_size for file in files))
     # an encoder's blocks take no memory
     block_bytes = info.block_bytes + info.window_block_bytes
@@ -233,6 +235,25 @@ def _pooled(
     ), max_model_len
 
 
+def _whole_prompts(scheduler: SchedulerConfig, settings: EngineSettings, max_model_len: int) -> int:
+    """Return the longest request where each prompt is computed in one step. Raises ConfigError
+    where a longer one was asked for."""
+    most = scheduler.max_num_batched_tokens
+    if max_model_len <= most:
+        return max_model_len
+    if settings.load.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} exceeds --max-num-batched-tokens {most}, and "
+            "--no-enable-chunked-prefill computes a prompt in one step: raise the second or lower "
+            "the first"
+        )
+    _log.warning(
+        "max_model_len=%d of %d: --no-enable-chunked-prefill computes a prompt in one step, of at "
+        "most --max-num-batched-tokens %d", most, max_model_len, most,
+    )  # fmt: skip
+    return most
+
+
 def build_core(
     settings: EngineSettings, *, own_process: bool = False
 ) -> tuple[EngineCore, EngineInfo]:
@@ -262,6 +283,8 @@ def build_core(
         if info.pooling is not None:
             scheduler, max_model_len = _pooled(scheduler, info.pooling, settings, max_model_len)
             caches = caches and not info.pooling.sees_all
+        elif not scheduler.enable_chunked_prefill:
+            max_model_len = _whole_prompts(scheduler, settings, max_model_len)
         scheduler = replace(scheduler, max_model_len=max_model_len)
         cache = CacheConfig(
             block_size=info.block_size,
@@ -307,23 +330,41 @@ def build_tokenizer(settings: EngineSettings) -> Tokenizer:
         return ByteTokenizer()
     from paceline.engine.text.tokenizer import load_tokenizer
 
-    return load_tokenizer(Path(settings.model_path))
+    return load_tokenizer(Path(settings.tokenizer or settings.model_path), settings.chat_template)
 
 
 def default_sampling(settings: EngineSettings) -> dict[str, float]:
-    """Return the authors' recommended sampling fields, for requests that leave them out: from a
-    Hugging Face folder's generation_config.json, or those known of an alias. Other GGUF files and
-    the null backend have none.
+    """Return the sampling fields of requests that leave them out: what the catalogue knows of an
+    alias, or what the checkpoint says (generation_config.json, a GGUF file's general.sampling
+    keys). ``generation_config`` names another folder, or "vllm" for none of them;
+    ``override_generation_config`` wins.
 
     Raises CheckpointError or ConfigError for a malformed file.
     """
-    if settings.model_path is None:
-        return {}
-    if not Path(settings.model_path).is_dir():
-        alias = ALIASES.get(settings.model_name)
-        return {} if alias is None else dict(alias.sampling)
-    from paceline.checkpoints.model.json_file import read_json_object
-    from paceline.server.settings.config import sampling_defaults
+    from paceline.server.settings.config import SAMPLING_DEFAULTS, sampling_defaults
 
-    found = read_json_object(Path(settings.model_path) / "generation_config.json")
-    return sampling_defaults(found or {})
+    own = settings.override_generation_config
+    if unknown := sorted(set(own) - set(SAMPLING_DEFAULTS)):
+        raise ConfigError(
+            f"--override-generation-config does not know {', '.join(unknown)}; it sets "
+            f"{', '.join(SAMPLING_DEFAULTS)}"
+        )
+    return sampling_defaults(_generation_config(settings) | own)
+
+
+def _generation_config(settings: EngineSettings) -> dict[str, Any]:
+    from paceline.checkpoints.gguf.sampling import sampling_keys
+    from paceline.checkpoints.model.json_file import read_json_object
+
+    chosen, model = settings.generation_config, settings.model_path
+    if chosen == "vllm" or (chosen == "auto" and model is None):
+        return {}
+    if chosen == "auto" and model is not None and not Path(model).is_dir():
+        # a model of the catalogue is one known file
+        alias = ALIASES.get(settings.model_name)
+        return dict(alias.sampling) if alias is not None else sampling_keys(Path(model))
+    folder = Path(model if chosen == "auto" and model is not None else chosen)
+    found = read_json_object(folder / "generation_config.json")
+    if found is None and chosen != "auto":
+        raise ConfigError(f"--generation-config {chosen}: no generation_config.json is there")
+    return dict(found or {})

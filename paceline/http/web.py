@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase, translate
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -50,7 +51,7 @@ def refuse_other_origins(scope: Scope, allowed: tuple[str, ...]) -> None:
         return
     headers = Headers(scope=scope)
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-    if origin in allowed:
+    if origin is not None and any(fnmatchcase(origin, _plain(each)) for each in allowed):
         return
     if site is not None:
         # "same-site" is another port or subdomain; "none" is the user of the browser
@@ -93,7 +94,8 @@ def add_web_middleware(
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=cors_origins,
+            allow_origins=[each for each in cors_origins if each == "*" or "*" not in each],
+            allow_origin_regex=_patterns(cors_origins),
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             # keys come in headers, which pages set themselves: never cookies
@@ -102,6 +104,18 @@ def add_web_middleware(
         )
     if allowed_hosts:
         app.add_middleware(_AllowedHosts, hosts=allowed_hosts, refusal=refusal)
+
+
+def _plain(origin: str) -> str:
+    """Return a pattern in which only ``*`` is special: an IPv6 address has brackets."""
+    return origin.replace("[", "[[]").replace("?", "[?]")
+
+
+def _patterns(origins: Sequence[str]) -> str | None:
+    """Return an expression for the origins with a ``*`` among other characters; None: there are
+    none."""
+    parts = [translate(_plain(each)) for each in origins if "*" in each and each != "*"]
+    return "|".join(parts) or None
 
 
 class _AllowedHosts:

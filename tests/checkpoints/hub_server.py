@@ -71,7 +71,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self.answer(hub.failures.pop(0), b"busy")
             elif match := re.fullmatch(r"/cdn/(.+?/.+?)/(.+)", path):
                 self.file(match[1], match[2])
-            elif match := re.fullmatch(r"/api/models/(.+?/[^/]+)(/revision/main)?", path):
+            elif match := re.fullmatch(r"/api/models/(.+?/[^/]+)(/revision/[^/]+)?", path):
                 if self.allowed(match[1], given):
                     self.listing(match[1])
             elif (match := re.fullmatch(r"/(.+?/.+?)/resolve/[^/]+/(.+)", path)) and self.allowed(

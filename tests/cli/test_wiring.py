@@ -25,6 +25,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.errors import ConfigError, NeverFitsError
 from paceline.server.settings.config import ServerConfig
 from tests.backends.torch.models import save_model
+from tests.checkpoints.builders import write_gguf
 
 NULL = EngineSettings.of(model_name="null", model_path=None, backend="null", num_blocks=8)
 
@@ -252,8 +253,7 @@ assert "torch" not in sys.modules, "torch was loaded"
 
 
 def test_the_default_model_is_sampled_as_its_authors_say(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.touch()
+    file = write_gguf(tmp_path / "model.gguf")
     known = EngineSettings.of(model_name="smollm2-135m", model_path=str(file))
     assert default_sampling(known) == {"temperature": 0.2, "top_p": 0.9}
     assert default_sampling(known.changed(model_name=str(file))) == {}

@@ -163,3 +163,20 @@ async def test_names_that_are_answered(engine: LocalEngineClient, host: str, sta
 
 async def test_by_default_every_name_is_answered(http: Any) -> None:
     assert (await http.get("/v1/models", headers={"Host": "any.example"})).status_code == 200
+
+
+async def test_origins_may_have_a_star_within(engine: LocalEngineClient) -> None:
+    origins = ("http://10.0.0.1:*", "app://*", "http://[::1]:*")
+    async with connect(create_app(engine, ServerConfig(cors_origins=origins))) as http:
+
+        async def status(origin: str) -> tuple[int, str | None]:
+            told = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
+            answer = await http.post(
+                "/v1/chat/completions", json=chat_body(max_tokens=1), headers=told
+            )
+            return answer.status_code, answer.headers.get("access-control-allow-origin")
+
+        for origin in ("http://10.0.0.1:81", "app://obsidian", "http://[::1]:5"):
+            assert await status(origin) == (200, origin)
+        for origin in ("http://10.0.0.12:81", "https://a.example", "http://:1]:5"):
+            assert await status(origin) == (403, None)

@@ -35,6 +35,7 @@ from paceline.backends.pooling.load import make_runner
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
 from paceline.backends.runner.interface import ModelLoader, PoolMemory
 from paceline.backends.runner.model_runner import ModelRunner
+from paceline.checkpoints.gguf.shards import weight_files
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
 from paceline.checkpoints.model.encoder import EncoderFiles
 from paceline.checkpoints.open import OpenedEncoder, open_model
@@ -342,12 +343,29 @@ class PoolSizes(NamedTuple):
 def choose_sizes(plan: LoadPlan, loader: ModelLoader, draft: DraftPlan | None) -> PoolSizes:
     """Choose the sizes for a model and what drafts for it."""
     # asked once: a second answer may differ
-    memory = loader.pool_memory()
+    memory = bounded_memory(plan, loader.pool_memory())
     num_blocks = choose_blocks(plan, loader, memory, draft)
     sizes = choose_windows(plan, loader, memory, num_blocks, drafted=draft is not None)
     if sizes.num_window_blocks:
         return sizes
     return sizes._replace(num_host_blocks=host_blocks(plan.settings, loader, num_blocks))
+
+
+def bounded_memory(plan: LoadPlan, memory: PoolMemory) -> PoolMemory:
+    """Return what ``gpu_memory_utilization`` leaves to the KV pool, where it is given: that share
+    of what is free, less the model's files, whose size weights have at most in most formats."""
+    share = plan.settings.gpu_memory_utilization
+    if share is None:
+        return memory
+    files = sum(path.stat().st_size for path in weight_files(plan.path))
+    left = int(memory.free_bytes * share) - files
+    if left <= 0:
+        raise ConfigError(
+            f"gpu_memory_utilization={share:g} of {memory.free_bytes / 2**20:.0f} MiB of free "
+            f"memory is less than the model's files, {files / 2**20:.0f} MiB: raise it, or leave "
+            "it out"
+        )
+    return PoolMemory(left, 1.0)
 
 
 def choose_blocks(

@@ -63,6 +63,9 @@ class BackendSettings:
     # ``cpu.choose_num_blocks``
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    # share of the memory that is free at start which weights and KV pool may take together; None:
+    # the pool takes the compute path's share of it
+    gpu_memory_utilization: float | None = None
     # bytes of host memory for swapped KV blocks; None: half the KV pool's size, taken as it is
     # used; on CUDA 4 GiB at most, pinned at once
     swap_bytes: int | None = None

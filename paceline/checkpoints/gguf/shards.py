@@ -18,7 +18,12 @@ from paceline.checkpoints.gguf.container import GGUFFile, GGUFTensor, read_gguf
 from paceline.checkpoints.hub.names import parts_of
 from paceline.errors import CheckpointError
 
-__all__ = ["gguf_files", "read_gguf_parts"]
+__all__ = ["gguf_files", "read_gguf_parts", "weight_files"]
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """Return the files with a checkpoint's weights: a folder's safetensors, or parts of a GGUF."""
+    return tuple(path.glob("*.safetensors")) if path.is_dir() else gguf_files(path)
 
 
 def gguf_files(path: Path) -> tuple[Path, ...]:

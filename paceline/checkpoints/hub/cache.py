@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
-from paceline.checkpoints.hub.names import Selection
+from paceline.checkpoints.hub.names import HubReference, Selection
 from paceline.checkpoints.hub.pip_models import Progress, locked, silent
 from paceline.checkpoints.model.json_file import read_json_object
 from paceline.errors import CheckpointError
@@ -81,12 +81,13 @@ class HubCache:
             return None
         return snapshot / selection.entry, selection
 
-    def snapshot(self) -> tuple[Path | None, list[str]]:
-        """Return the folder that ``refs/main`` names, and the names of its files."""
+    def snapshot(self, revision: str = "main") -> tuple[Path | None, list[str]]:
+        """Return the folder that a revision names, and the names of its files."""
         try:
-            commit = (self.folder / "refs" / "main").read_text().strip()
+            commit = (self.folder / "refs" / revision).read_text().strip()
         except OSError:
-            return None, []
+            # a commit names its folder itself
+            commit = revision
         snapshot = self.folder / "snapshots" / commit
         names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*")
                  if path.is_file()]  # fmt: skip
@@ -136,7 +137,9 @@ class HubCache:
         """Report progress of the file that ``missing`` yielded last."""
         self._progress("downloading", self._done + part.tell(), self._total)
 
-    def keep(self, what: str, commit: str, selection: Selection, files: Sequence[HubFile]) -> Path:
+    def keep(
+        self, reference: HubReference, commit: str, selection: Selection, files: Sequence[HubFile]
+    ) -> Path:
         """Link the files under their names, note them, and return the path to open."""
         snapshot = self.folder / "snapshots" / commit
         for file in files:
@@ -153,8 +156,8 @@ class HubCache:
             "files": {file.name: file.size for file in files},
             "digests": {file.name: file.digest for file in files},
         }
-        _write(self.folder / "refs" / "main", commit)
-        _write(self._note(what), json.dumps(note, indent=1))
+        _write(self.folder / "refs" / reference.revision, commit)
+        _write(self._note(reference.within), json.dumps(note, indent=1))
         return snapshot / selection.entry
 
     def _note(self, what: str) -> Path:

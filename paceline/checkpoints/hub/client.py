@@ -2,7 +2,7 @@
 
 Two requests of the hub's protocol are used, both GET::
 
-    <endpoint>/api/models/<org/repo>/revision/main?blobs=true      commit; names, sizes, digests
+    <endpoint>/api/models/<org/repo>/revision/<name>?blobs=true    commit; names, sizes, digests
     <endpoint>/<org/repo>/resolve/<commit>/<file>                  a file, from any byte on (Range)
 
 The endpoint is HF_ENDPOINT's, for mirrors, else https://huggingface.co. The token (HF_TOKEN, or
@@ -76,8 +76,9 @@ class Hub:
             raise CheckpointError(f"HF_ENDPOINT is {endpoint!r:.200}, not an http(s) address")
         return Hub(endpoint, get_token())
 
-    def list(self, repo: str) -> Listing:
-        url = f"{self.endpoint}/api/models/{repo}/revision/main?blobs=true"
+    def list(self, repo: str, revision: str = "main") -> Listing:
+        quoted = urllib.parse.quote(revision, safe="")
+        url = f"{self.endpoint}/api/models/{repo}/revision/{quoted}?blobs=true"
         for pause in (*self.pauses, None):
             try:
                 with self._open(repo, url) as response:
@@ -196,7 +197,7 @@ def hub_model(
         return _without_hub(cache, reference, "downloads are off")
     hub = hub or Hub.of_environment()
     try:
-        listing = hub.list(reference.repo)
+        listing = hub.list(reference.repo, reference.revision)
     except OSError as error:
         reason = f"{hub.endpoint} cannot be reached ({error})"
         if known is not None:
@@ -210,7 +211,8 @@ def hub_model(
             for file, part in cache.missing(files):
                 for _ in hub.fetch(reference.repo, listing.commit, file, part):
                     cache.report(part)
-            return cache.keep(reference.within, listing.commit, selection, files), selection
+            kept = cache.keep(reference, listing.commit, selection, files)
+            return kept, selection
     except OSError as error:
         raise CheckpointError(
             f"cannot get {reference.repo} from {hub.endpoint}: {error}. "
@@ -220,7 +222,7 @@ def hub_model(
 
 def _without_hub(cache: HubCache, reference: HubReference, why: str) -> tuple[Path, Selection]:
     """Find the model among files that another program, or another pull, left in the cache."""
-    snapshot, names = cache.snapshot()
+    snapshot, names = cache.snapshot(reference.revision)
     if snapshot is None:
         raise CheckpointError(
             f"cannot get {reference.repo}: {why}, and it is not in the local cache; run `paceline "

@@ -72,11 +72,14 @@ class HubReference:
     path: str = ""
     # a kind of GGUF file such as "Q4_K_M"; "": none was named
     tag: str = ""
+    # branch, tag or commit of the repository
+    revision: str = "main"
 
     @property
     def within(self) -> str:
         """The part inside the repository, as one word; "": the repository's default."""
-        return f"{self.path}:{self.tag}" if self.tag else self.path
+        inside = f"{self.path}:{self.tag}" if self.tag else self.path
+        return inside if self.revision == "main" else f"{inside}@{self.revision}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -21,6 +21,10 @@ from paceline.errors import CheckpointError
 
 __all__ = ["ResolvedModel", "default_cache_dir", "find_local", "resolve_model"]
 
+# of a branch, tag or commit; none leaves a folder
+_REVISION: Final = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,99}){0,4}"
+)
 _ENCODED: Final = re.compile(r"%(?:2e|2f|5c|00|25)", re.IGNORECASE)
 
 
@@ -56,10 +60,12 @@ def resolve_model(
     cache_dir: Path | None = None,
     offline: bool = False,
     refresh: bool = False,
+    revision: str | None = None,
     progress: Progress | None = None,
 ) -> ResolvedModel:
     """Find ``name``; fetch it unless ``offline`` if it is an alias or on the hub and not yet here.
-    ``refresh`` asks the hub for its newest version even where the model is here.
+    ``refresh`` asks the hub for its newest version even where the model is here. ``revision`` is a
+    branch, tag or commit of a hub model; None: main.
 
     Hub models are kept in Hugging Face's own cache (``HF_HOME``), aliases under ``cache_dir``.
 
@@ -68,6 +74,14 @@ def resolve_model(
     """
     _refuse_unsafe(name)
     folder = cache_dir or default_cache_dir()
+    wanted = "main" if revision is None else revision
+    if wanted != "main" and not _REVISION.fullmatch(wanted):
+        raise CheckpointError(f"{wanted!r:.80} is not the name of a branch, tag or commit")
+    if wanted != "main" and (name in ALIASES or Path(name).expanduser().exists()):
+        raise CheckpointError(
+            f"revision {wanted} is of a repository on the hub, and {name} is not from there: leave "
+            "it out"
+        )
     if name in ALIASES:
         local = find_local(name, folder)
         if local is None and offline:
@@ -95,6 +109,7 @@ def resolve_model(
             f"no model {name!r}: not one of {', '.join(ALIASES)} or `paceline pull --list`, no "
             "such file or folder, and not a name on the hub like org/name or org/name:Q4_K_M"
         )
+    reference = replace(reference, revision=wanted)
     # imported here: a server started on a local model never needs it
     from paceline.checkpoints.hub.client import hub_model
 

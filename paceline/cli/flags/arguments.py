@@ -10,10 +10,11 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
+from paceline.cli.flags.help_topics import first_help, topic_help
 from paceline.errors import ConfigError
 from paceline.renamed import is_gone, is_now
 
@@ -84,6 +85,10 @@ def _fitting(text: str, width: int) -> Iterator[str]:
                     )
 
 
+# makes arguments, and notes on what was replaced, from arguments and the flags that exist here
+Rewrite: TypeAlias = Callable[[list[str], Collection[str]], tuple[list[str], tuple[object, ...]]]
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line and name the nearest flag."""
 
@@ -92,6 +97,13 @@ class Parser(argparse.ArgumentParser):
         # a prefix that is unique today may be ambiguous in a later version, and would break scripts
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        # replaces flags of other servers before any is read, and says what it did; see
+        # ``elsewhere``
+        self.rewrite: Rewrite | None = None
+        # flags that --help alone shows, in order; (): all
+        self.shown_first: tuple[str, ...] = ()
+        # whether flags may stand between positional arguments
+        self.intermixed = False
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -103,6 +115,37 @@ class Parser(argparse.ArgumentParser):
             command = self._command(getattr(known, "command", ""))
             command.error(f"unrecognized arguments: {' '.join(left)}")
         return known
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        args = list(sys.argv[1:] if args is None else args)
+        if self.shown_first and (about := next((a for a in args if a.startswith("--help=")), "")):
+            print(topic_help(self, about.partition("=")[2]), end="")
+            self.exit()
+        notes: tuple[object, ...] = ()
+        if self.rewrite is not None:
+            try:
+                args, notes = self.rewrite(args, self._option_string_actions)
+            except (argparse.ArgumentTypeError, ConfigError) as error:
+                self.error(str(error))
+        if self.intermixed:
+            # it calls this method for each of its two passes
+            self.intermixed, rewrite, self.rewrite = False, self.rewrite, None
+            try:
+                known, left = self.parse_known_intermixed_args(args, namespace)
+            finally:
+                self.intermixed, self.rewrite = True, rewrite
+        else:
+            known, left = super().parse_known_args(args, namespace)
+        if self.rewrite is not None:
+            known.elsewhere = notes
+        return known, left
+
+    def print_help(self, file: Any = None) -> None:
+        """Print what --help alone shows."""
+        text = first_help(self, self.shown_first) if self.shown_first else self.format_help()
+        self._print_message(text, file or sys.stdout)
 
     def _command(self, name: str) -> Parser:
         for action in self._actions:
@@ -126,14 +169,10 @@ class Parser(argparse.ArgumentParser):
 # flags of other servers -> flags to use here
 _ELSEWHERE: Final = {
     "--api-key": "PACELINE_API_KEY in the environment, or --api-key-file",
-    "--chat-template": "not needed: the checkpoint has one; or --trust-request-chat-template",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
-    "--disable-log-requests": "--log-level warning",
     "--download-dir": "PACELINE_CACHE in the environment",
     "--enable-auto-tool-choice": "not needed: tool calls are always enabled",
-    "--enable-prefix-caching": "on by default; --no-enable-prefix-caching turns it off",
-    "--gpu-memory-utilization": "--kv-cache-memory SIZE",
     "--max-running-requests": "--max-num-seqs",
     "--mem-fraction-static": "--kv-cache-memory SIZE",
     "--model-path": "the first argument, or --model",
@@ -149,6 +188,11 @@ _SYNONYMS: Final = {
 }  # fmt: skip
 
 
+# a name less alike than this was not meant: --seed and --screen-head are 0.56 alike, --tokenizer
+# and --block-size 0.64, --max-model-length and --max-model-len 0.90
+_ALIKE: Final = 0.75
+
+
 def _nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     if gone := is_gone([word]):
@@ -159,7 +203,8 @@ def _nearest(word: str, known: Iterable[str]) -> str:
         return f" ({renamed})"
     if _SYNONYMS.get(word) in known:
         return f" (did you mean {_SYNONYMS[word]}?)"
-    near = difflib.get_close_matches(word, known, n=1)
+    begun = [name for name in known if len(word) > 5 and name.startswith(word)]
+    near = begun if len(begun) == 1 else difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -23,6 +23,8 @@ __all__ = ["given_flags"]
 # the default as a help text states it
 _DEFAULT = re.compile(r"\(default:? ([^()]*(?:\([^()]*\)[^()]*)*)\)|; default:? (.*)$", re.DOTALL)
 # scheme and host; the part before @ may be a password
+# destinations whose values are secrets
+_SECRET = frozenset({"api_key"})
 _URL = re.compile(r"([A-Za-z][\w+.-]*)://(?:[^/?#]*@)?([^/?#]*)")
 
 
@@ -63,6 +65,8 @@ def _default(action: argparse.Action) -> str:
 
 
 def _shown(value: Any, action: argparse.Action | None = None) -> str:
+    if action is not None and action.dest in _SECRET:
+        return f"{len(value)} not shown"
     if action is not None and action.type in (memory_size, size_with_unit):
         return shown_bytes(value)
     if isinstance(value, bool):

@@ -6,12 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from paceline.backends.machine.topology import format_list, parse_list
 from paceline.cli.flags.arguments import (
     bounded_float,
     bounded_int,
+    json_object,
     memory_size,
     size_list,
     size_with_unit,
@@ -41,7 +43,8 @@ __all__ = [
 _NAMED_AS_FLAGS: Final = (
     "backend", "device", "dtype", "kv_dtype", "compute", "runner", "convert",
     "matryoshka_dimensions", "isa", "max_model_len", "block_size", "num_blocks",
-    "enable_prefix_caching", "threads", "numa", "null_step_time",
+    "enable_prefix_caching", "gpu_memory_utilization", "threads", "numa", "null_step_time",
+    "generation_config", "override_generation_config",
 )  # fmt: skip
 DEFAULT_MODEL = "smollm2-135m"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -170,10 +173,40 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         help="only 1: an engine computes on one device; see --numa for sockets",
     )
     group.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a model on the hub (default main)",
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="folder or .gguf file whose tokenizer and chat template replace the model's",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="file with a chat template in Jinja, or the template itself, instead of the model's",
+    )
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="FOLDER",
+        help="where the sampling defaults of requests are from: auto, the model's files or the "
+        "catalogue; vllm, none; or a folder with a generation_config.json (default auto)",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        type=json_object,
+        action=_Merged,
+        default={},
+        help='sampling defaults that win over these, such as {"temperature": 0.2}; fields of '
+        "a request win over all",
+    )
+    group.add_argument(
         "--max-model-len",
         type=bounded_int(1),
-        help="prompt + output tokens of one request; default: as many as the model and the KV "
-        "cache allow",
+        help="context length: prompt + output tokens of one request; default: as many as the model "
+        "and the KV cache allow",
     )
     group.add_argument(
         "--threads",
@@ -198,6 +231,19 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         metavar="SECONDS",
         help="duration of a step of the null backend (default 0)",
     )
+
+
+class _Merged(argparse.Action):
+    """Joins the objects of a flag that is given several times; later fields win."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, getattr(namespace, self.dest) | values)
 
 
 def _one_device(text: str) -> int:
@@ -242,10 +288,17 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
         help="size of the KV cache, such as 512MiB, or 2 for 2GiB",
     )
     group.add_argument(
-        "--no-enable-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
-        help="compute every prompt in full, even parts that an earlier request has computed",
+        "--gpu-memory-utilization",
+        type=bounded_float(0.01, 1.0),
+        metavar="SHARE",
+        help="share of the memory that is free at start, on a CPU too, that weights and KV cache "
+        "may take together; default: a quarter of it for the KV cache on a CPU",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse what an earlier request has computed of the same prompt (default on)",
     )
     group.add_argument(
         "--prefix-cache-memory",
@@ -256,7 +309,9 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
     )
 
 
-def resolve_path(model: str, *, refresh: bool = False) -> tuple[str, str]:
+def resolve_path(
+    model: str, *, refresh: bool = False, revision: str | None = None
+) -> tuple[str, str]:
     """Return ``(name, path)`` of a model argument, downloading an alias or a hub model that is not
     here yet; ``refresh``: also when the hub has a newer one. Progress is written to standard
     error.
@@ -266,8 +321,32 @@ def resolve_path(model: str, *, refresh: bool = False) -> tuple[str, str]:
     from paceline.checkpoints.hub.resolve import resolve_model
 
     with download_progress() as progress:
-        resolved = resolve_model(model, cache_dir=None, refresh=refresh, progress=progress)
+        resolved = resolve_model(
+            model, cache_dir=None, refresh=refresh, revision=revision, progress=progress
+        )
     return resolved.name, str(resolved.path)
+
+
+# a template that llama.cpp has by this name, and which needs no file
+_CHATML: Final = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_template(text: str | None) -> str | None:
+    """Return the source of --chat-template's file, or the source itself. Raises ConfigError."""
+    if text is None or "{{" in text or "{%" in text:
+        return text
+    if text == "chatml":
+        return _CHATML
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--chat-template {text} is no file that can be read ({error}), not a template, and "
+            "not chatml, which is the only one known by name"
+        ) from None
 
 
 def chosen_model(args: argparse.Namespace) -> str:
@@ -297,8 +376,17 @@ def engine_settings(
                 f"--backend null runs no model, but {model!r} was given: leave one out"
             )
     else:
-        name, path = resolve_path(model)
+        name, path = resolve_path(model, revision=args.revision)
+    if not settings.scheduler.enable_chunked_prefill and args.max_model_len is not None:
+        # a prompt of that length is one step, as in vLLM
+        most = max(settings.scheduler.max_num_batched_tokens, args.max_model_len)
+        settings = settings.changed(max_num_batched_tokens=most)
+    tokenizer = args.tokenizer
+    if tokenizer is not None:
+        tokenizer = path if tokenizer == model else resolve_path(tokenizer)[1]
     return settings.changed(
+        tokenizer=tokenizer,
+        chat_template=chat_template(args.chat_template),
         model_name=name,
         model_path=path,
         packed_cache_bytes=args.packed_cache,

@@ -91,6 +91,12 @@ SCHEDULING: Final = (
         "larger one starts new requests sooner",
     ),
     Flag(
+        name="--enable-chunked-prefill",
+        field="enable_chunked_prefill",
+        help="compute long prompts in several steps; off: each in one step, which then waits for "
+        "room in it, and no request may be longer than --max-num-batched-tokens",
+    ),
+    Flag(
         name="--watermark",
         field="watermark",
         parse=bounded_float(0.0, 0.99),

@@ -8,7 +8,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, size_with_unit
+from paceline.cli.flags.arguments import (
+    Parser,
+    bounded_float,
+    bounded_int,
+    json_object,
+    size_with_unit,
+)
 from paceline.cli.flags.options import LOG_LEVELS
 from paceline.core.slo import Slo
 from paceline.errors import InvalidRequestError
@@ -137,6 +143,34 @@ def add_server_options(parser: Parser) -> None:
         metavar="FILE",
         help="write every step and every request's timeline to FILE, one JSON object a line, for "
         "'paceline simulate'",
+    )
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY",
+        help="keys of scope admin; other users of this machine can read them in the list of "
+        "processes, so prefer --api-key-file or PACELINE_API_KEY",
+    )
+    group.add_argument(
+        "--seed",
+        type=bounded_int(-(2**62), 2**62),
+        help="seed of the draws for requests that have none of their own; the same requests in the "
+        "same order then get the same answers (default: a random one)",
+    )
+    group.add_argument(
+        "--enable-log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="log a line for each request that ends, without its text (default on)",
+    )
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=json_object,
+        default={},
+        help="arguments of the chat template for requests that leave them out, such as "
+        '{"enable_thinking": false}',
     )
     group.add_argument(
         "--api-key-file",

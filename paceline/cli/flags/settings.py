@@ -6,7 +6,7 @@ The server's process makes it from flags and hands it to the engine's process on
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
 from paceline.backends.loading.settings import BackendSettings
@@ -41,6 +41,14 @@ class EngineSettings:
     model_path: str | None
     # "torch" or "null"
     backend: str = "torch"
+    # folder or .gguf file of the tokenizer; None: the model's
+    tokenizer: str | None = None
+    # source of the chat template; None: the checkpoint's
+    chat_template: str | None = None
+    # where sampling defaults are from: "auto", "vllm" for none, or a folder; and what wins over
+    # them
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
     # settings for loading and running the model; the null backend uses the sizes
     load: BackendSettings = _ANY
     # its max_model_len is set when the backend exists (``wiring.choose_max_model_len``)
@@ -105,6 +113,9 @@ class EngineSettings:
         parts: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             parts.setdefault(_PART.get(name, ""), {})[name] = value
+        if values.get("enable_chunked_prefill") is False:
+            # it is set when the backend exists, and may not exceed a step before
+            parts["scheduler"]["max_model_len"] = 1
         own = parts.pop("", {})
         return replace(
             self, **own, **{part: replace(getattr(self, part), **v) for part, v in parts.items()}
@@ -137,12 +148,12 @@ class EngineSettings:
 
 _PARTS: Final[dict[str, Any]] = {"load": BackendSettings, "scheduler": SchedulerConfig}
 # part that declares a setting; max_model_len is the backend's, the length asked for
-_PART: Final = {field.name: part for part in reversed(_PARTS) for field in fields(_PARTS[part])}
+_PART: Final = {each.name: part for part in reversed(_PARTS) for each in fields(_PARTS[part])}
 
 
 def _exactly(made: Any, values: Any) -> dict[str, Any]:
     """Return ``values`` if they name exactly the fields of ``made``; else raise ConfigError."""
-    known = {field.name for field in fields(made)}
+    known = {each.name for each in fields(made)}
     if not isinstance(values, dict) or set(values) != known:
         got = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"engine settings must have exactly {sorted(known)}, got {got}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int
 from paceline.cli.flags.options import add_engine_options, add_model_argument, engine_settings
+from paceline.cli.offline.repetition import Repetition
 from paceline.errors import NeverFitsError, RequestError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -33,14 +34,16 @@ HELP: Final = """\
 /help               this list
 /reset              forget what was said
 /retry              answer the last message once more
+/more               go on with the last answer
 /system TEXT        tell the model TEXT first, from the next answer on; without TEXT: nothing
 /temperature T      0 always takes the likeliest token
 /exit, /bye         leave (Ctrl-D too); Ctrl-C stops an answer
 //...               a message that begins with a slash"""
 
-Name = Literal["help", "reset", "retry", "system", "temperature", "exit"]
+Name = Literal["help", "reset", "retry", "more", "system", "temperature", "exit"]
 _NAMES: Final[dict[str, Name]] = {
     "/help": "help", "/?": "help", "/reset": "reset", "/clear": "reset", "/retry": "retry",
+    "/more": "more",
     "/system": "system", "/temperature": "temperature", "/exit": "exit", "/bye": "exit",
     "/quit": "exit",
 }  # fmt: skip
@@ -95,7 +98,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EPILOG.format(help=_COMMANDS),
     )
     add_options(parser)
-    parser.set_defaults(run=run, prompt=[])
+    parser.set_defaults(run=run, prompt=[], think=None)
 
 
 def add_options(parser: Parser) -> None:
@@ -164,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=sampling["temperature"],
         top_p=sampling["top_p"],
         seed=seed,
+        template_kwargs={} if args.think is None else {"enable_thinking": args.think == "true"},
     )
     if interactive:
         print(HINT, file=sys.stderr)
@@ -180,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
 def _answer_once(runner: Any, conversation: Conversation, prompt: str, shows_stats: bool) -> int:
     try:
         runner.run(_say(conversation, prompt))
+        _tell_why(conversation, "give --max-tokens for a longer answer")
     except (RequestError, RequestFailedError) as error:
         print(f"paceline run: {error}", file=sys.stderr)
         return 1
@@ -203,6 +208,9 @@ def _converse(runner: Any, conversation: Conversation, interactive: bool, shows_
         message: str | None
         if isinstance(meant, str):
             message = meant
+        elif meant.name == "more" and conversation.turns:
+            # what was said last is gone on with
+            message = ""
         elif meant.name is None and not interactive:
             # no user could correct a command from a pipe, so the line is a message
             message = text
@@ -214,6 +222,8 @@ def _converse(runner: Any, conversation: Conversation, interactive: bool, shows_
             continue
         try:
             runner.run(_say(conversation, message))
+            if interactive or not conversation.reached_limit:
+                _tell_why(conversation, "/more goes on")
             if shows_stats and conversation.last is not None:
                 print(conversation.last, file=sys.stderr)
         except KeyboardInterrupt:
@@ -246,6 +256,8 @@ def _carry_out(command: Command, conversation: Conversation) -> str | None:
             said = f"temperature {conversation.temperature:g}"
         except argparse.ArgumentTypeError as error:
             said = f"/temperature: {error}"
+    elif command.name == "more":
+        said = "there is no answer to go on with yet"
     elif command.name == "retry":
         last = conversation.take_back()
         if last is not None:
@@ -268,7 +280,13 @@ def _read(interactive: bool) -> str:
     return line.decode("utf-8-sig", "replace").strip()
 
 
+def _tell_why(conversation: Conversation, what_next: str) -> None:
+    if conversation.stopped:
+        print(f"({conversation.stopped}; {what_next})", file=sys.stderr)
+
+
 async def _say(conversation: Conversation, text: str) -> None:
+    """Print the answer to ``text``; of an empty one, how the last answer goes on."""
     async for piece in conversation.answer(text):
         print(piece, end="", flush=True)
     print(flush=True)
@@ -296,6 +314,7 @@ class Conversation:
 
     Args:
         seed: seed of the first answer; later ones count up from it.
+        template_kwargs: arguments of the chat template.
     """
 
     def __init__(
@@ -307,6 +326,7 @@ class Conversation:
         temperature: float,
         top_p: float,
         seed: int,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self._client = client
         self.set_system(system)
@@ -314,11 +334,16 @@ class Conversation:
         self.temperature = temperature
         self._top_p = top_p
         self._seed = seed
+        self._template_kwargs = template_kwargs or {}
         self._num_answers = 0
         # user and assistant messages alternate
         self.turns: list[dict[str, Any]] = []
         # speed of the latest answer; None before one is complete
         self.last: AnswerStats | None = None
+        # why the latest answer ended before its end; "": it did not
+        self.stopped = ""
+        # whether that was its length
+        self.reached_limit = False
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -337,7 +362,9 @@ class Conversation:
         return said
 
     async def answer(self, text: str) -> AsyncIterator[str]:
-        """Yield the pieces of the answer to ``text``. After a cancellation, they stay in the turns.
+        """Yield the pieces of the answer to ``text``; an empty one goes on with the last answer. It
+        ends at --max-tokens, and where it repeats itself unless it is gone on with; ``stopped``
+        says so. After a cancellation, the pieces stay in the turns.
 
         Raises:
             NeverFitsError: ``text`` alone is too long for the model.
@@ -346,11 +373,14 @@ class Conversation:
         from paceline.core.sampling_params import SamplingParams
         from paceline.engine.types import GenerationRequest
 
-        self.turns.append({"role": "user", "content": text})
-        said: list[str] = []
-        self.last = None
+        goes_on = not text
+        said: list[str] = [self.turns.pop()["content"]] if goes_on else []
+        if not goes_on:
+            self.turns.append({"role": "user", "content": text})
+        self.last, self.stopped, self.reached_limit = None, "", False
+        repetition = Repetition()
         try:
-            prompt, max_tokens = self._prompt()
+            prompt, max_tokens = self._prompt("".join(said))
             request = GenerationRequest(
                 request_id=f"chat-{self._num_answers}",
                 prompt_token_ids=prompt,
@@ -364,7 +394,8 @@ class Conversation:
                 arrival_time=_now(),
             )
             self._num_answers += 1
-            async for output in self._client.generate(request):
+            outputs = self._client.generate(request)
+            async for output in outputs:
                 if output.finished and output.times is not None:
                     self.last = AnswerStats(
                         output.num_output_tokens,
@@ -377,20 +408,38 @@ class Conversation:
                     if choice.text:
                         said.append(choice.text)
                         yield choice.text
+                    if choice.finish_reason == "length":
+                        self.stopped, self.reached_limit = (
+                            f"stopped after {max_tokens} tokens",
+                            True,
+                        )
+                    elif not goes_on and repetition.add(choice.text) and not output.finished:
+                        self.stopped = "stopped: the answer repeats itself"
+                if self.stopped and not output.finished:
+                    if isinstance(outputs, AsyncGenerator):
+                        await outputs.aclose()
+                    break
         finally:
             if said:
                 self.turns.append({"role": "assistant", "content": "".join(said)})
             else:
                 self.turns.pop()
 
-    def _prompt(self) -> tuple[list[int], int]:
-        """Return the token ids to continue, and how many may follow. Drops the oldest turns when
-        the conversation outgrows the context, and prints that."""
+    def _prompt(self, begun: str) -> tuple[list[int], int]:
+        """Return the token ids to continue, behind what the answer ``begun`` with, and how many may
+        follow. Drops the oldest turns when the conversation outgrows the context, and prints
+        that."""
         tokenizer = self._client.tokenizer
         longest = self._client.info.max_model_len
         forgotten = 0
         while True:
-            text = tokenizer.render_chat([*self._system, *self.turns])
+            last = [{"role": "assistant", "content": begun}] if begun else []
+            text = tokenizer.render_chat(
+                [*self._system, *self.turns, *last],
+                add_generation_prompt=not begun,
+                continue_final_message=bool(begun),
+                template_kwargs=self._template_kwargs or None,
+            )
             prompt = tokenizer.encode(text, add_special_tokens=False)
             room = longest - len(prompt)
             # shorten answers for a long conversation, but only to a quarter of the context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from paceline.cli.elsewhere import ASK
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.offline import chat
 
@@ -30,4 +31,14 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="one question; default: a conversation"
     )
+    parser.add_argument(
+        "--think",
+        nargs="?",
+        choices=("true", "false"),
+        const="true",
+        help="whether a model that can reason does so first; default: as its template says",
+    )
     parser.set_defaults(run=chat.run)
+    parser.rewrite = ASK.rewrite
+    # ollama run takes its flags before the prompt too
+    parser.intermixed = True

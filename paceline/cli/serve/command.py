@@ -42,8 +42,9 @@ from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Mapping
 
+    from paceline.cli.elsewhere.rows import Note
     from paceline.cli.flags.settings import EngineSettings
     from paceline.engine.types import EngineInfo
     from paceline.http.keys import ApiKey
@@ -59,7 +60,16 @@ _NAMED_AS_FLAGS: Final = (
     "drain_timeout", "price_per_hour", "metrics_tenants", "trust_request_chat_template",
     "strict_fields", "max_logprobs", "enable_per_request_metrics", "tool_call_parser",
     "reasoning_parser", "sse_keep_alive", "slow_reader_timeout", "ssl_certfile", "ssl_keyfile",
-    "otlp_endpoint",
+    "otlp_endpoint", "seed", "default_chat_template_kwargs",
+)  # fmt: skip
+
+# what --help alone shows: the flags that most notes have
+_FIRST: Final = (
+    "--model", "--host", "--port", "--api-key", "--api-key-file", "--served-model-name",
+    "--max-model-len", "--dtype", "--kv-dtype", "--kv-cache-memory", "--gpu-memory-utilization",
+    "--max-num-seqs", "--max-num-batched-tokens", "--scheduling-policy", "--threads", "--device",
+    "--chat-template", "--override-generation-config", "--tool-call-parser", "--reasoning-parser",
+    "--cors-origin", "--log-level",
 )  # fmt: skip
 
 _log = logging.getLogger("paceline.cli")
@@ -93,6 +103,20 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add_adapter_options(parser)
     add_batch_options(parser)
     parser.set_defaults(run=run, given=partial(given_flags, parser))
+    parser.rewrite = _rewrite
+    parser.shown_first = _FIRST
+
+
+def _rewrite(args: list[str], known: Collection[str]) -> tuple[list[str], tuple[Note, ...]]:
+    """Replace flags of other servers, after those that the environment sets."""
+    if any(word in ("-h", "--help") for word in args):
+        return args, ()
+    from paceline.cli.elsewhere import SERVE
+    from paceline.cli.elsewhere.ollama import of_environment
+
+    before, variables = of_environment(os.environ)
+    args, flags = SERVE.rewrite(args, known)
+    return [*before, *args], (*variables, *flags)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,6 +125,10 @@ def run(args: argparse.Namespace) -> int:
     from paceline.http.tls import check_tls_files
 
     configure_logging(args.log_level, args.log_format)
+    if not args.enable_log_requests:
+        logging.getLogger("paceline.server.requests").setLevel(logging.WARNING)
+    for note in args.elsewhere:
+        _log.info("flag given=%s here=%s", note.given, note.here)
     _refuse_repeated("--slo-class", [each.slo_class for each in args.slo_class])
     _refuse_repeated("--served-model-name", args.served_model_name)
     if args.metrics_host is not None and args.metrics_port is None:
@@ -111,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         # checked before a model is fetched and loaded
         check_tls_files(args.ssl_certfile, args.ssl_keyfile)
     adapters = adapter_settings(args)
-    api_keys = _api_keys(args.api_key_file)
+    api_keys = _api_keys(args.api_key_file, args.api_key)
     # a taken port is found before a model is fetched and loaded
     with contextlib.ExitStack() as sockets:
         listener = sockets.enter_context(bind(args.host, args.port))
@@ -142,7 +170,10 @@ def run(args: argparse.Namespace) -> int:
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             supervision = (args.stall_timeout, args.max_engine_restarts)
-            return runner.run(_serve(settings, configure, listener, metrics_listener, *supervision))
+            said = tuple(f"{n.given} is {n.here}" for n in args.elsewhere if "served as" in n.here)
+            return runner.run(
+                _serve(settings, configure, listener, metrics_listener, *supervision, said)
+            )
 
 
 def _refuse_repeated(flag: str, names: Sequence[str]) -> None:
@@ -197,11 +228,11 @@ def _warn_if_reachable(listener: socket.socket) -> None:
         )
 
 
-def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
+def _api_keys(path: Path | None, given: Sequence[str] = ()) -> tuple[ApiKey, ...]:
     """Read the keys. Raises ConfigError for a file that is unreadable or has other content."""
     # an empty variable is a secret that went missing, and must not turn keys off
     single = os.environ.get("PACELINE_API_KEY")
-    if path is None and single is None:
+    if path is None and single is None and not given:
         return ()
     from paceline.http.keys import ApiKey, parse_key_file
 
@@ -216,6 +247,9 @@ def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
             raise ConfigError(f"--api-key-file {path} holds no key")
     if single is not None:
         keys.append(ApiKey.of("environment", "admin", single))
+    _refuse_repeated("--api-key", given)
+    for number, key in enumerate(given, 1):
+        keys.append(ApiKey.of(f"api-key-{number}", "admin", key))
     return tuple(keys)
 
 
@@ -226,6 +260,7 @@ async def _serve(
     metrics_listener: socket.socket | None,
     stall_timeout: float,
     max_restarts: int,
+    said: tuple[str, ...] = (),
 ) -> int:
     import asyncio
 
@@ -281,7 +316,7 @@ async def _serve(
         stages.done("listen", time.monotonic())
         stages.log(_log, "started")
         tls = config.ssl_certfile is not None
-        print(ready_line(client.info, name, host, port, tls=tls), flush=True)
+        print(ready_line(client.info, name, host, port, tls=tls, taken_over=said), flush=True)
 
     return await serve(
         client, config, listener=listener, metrics_listener=metrics_listener, on_ready=ready
@@ -302,8 +337,17 @@ def successor(settings: EngineSettings, before: EngineInfo, number: int) -> Engi
     )
 
 
-def ready_line(info: EngineInfo, name: str, host: str, port: int, *, tls: bool = False) -> str:
-    """Return the line on standard output: address, model, and a command to try."""
+def ready_line(
+    info: EngineInfo,
+    name: str,
+    host: str,
+    port: int,
+    *,
+    tls: bool = False,
+    taken_over: Sequence[str] = (),
+) -> str:
+    """Return the line on standard output: address, model, what flags became (``taken_over``), and a
+    command to try."""
     # a server that listens on every address can be tried on this machine's own
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -325,7 +369,8 @@ def ready_line(info: EngineInfo, name: str, host: str, port: int, *, tls: bool =
     )
     if not kv_bytes:
         cache = "no KV cache"
-    why = f"; auto: {info.choice}" if info.choice else ""
+    why = "".join(f"; {each}" for each in taken_over)
+    why += f"; auto: {info.choice}" if info.choice else ""
     return (
         f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, {cache}, up to "
         f"{info.max_model_len} tokens per request{why}) - try: {curl}"

@@ -293,20 +293,24 @@ def _shares(lengths: Sequence[int], room: int) -> list[int]:
     return [min(lengths[0], first), min(lengths[1], room - min(lengths[0], first))]
 
 
-def load_tokenizer(path: Path) -> HFTokenizer:
+def load_tokenizer(path: Path, chat_template: str | None = None) -> HFTokenizer:
     """Load the tokenizer of a checkpoint: a Hugging Face folder or a ``.gguf`` file.
+
+    Args:
+        chat_template: source that replaces the checkpoint's own; None: its own.
 
     Raises:
         CheckpointError: missing, malformed, or of a kind that is not supported.
     """
+    own = None if chat_template is None else {"default": chat_template}
     if path.is_dir():
-        return _from_folder(path)
+        return _from_folder(path, own)
     if path.is_file():
-        return _from_gguf(path)
+        return _from_gguf(path, own)
     raise CheckpointError(f"{path}: no such file or folder")
 
 
-def _from_gguf(path: Path) -> HFTokenizer:
+def _from_gguf(path: Path, templates: Mapping[str, str] | None = None) -> HFTokenizer:
     metadata = read_gguf(gguf_files(path)[0]).metadata
     try:
         tokens = tokens_of(metadata)
@@ -316,7 +320,7 @@ def _from_gguf(path: Path) -> HFTokenizer:
             for key, name in _GGUF_NAMES.items()
             if name and (token_id := named[key]) is not None
         }
-        template = _chat_template(_gguf_templates(metadata), special)
+        template = _chat_template(templates or _gguf_templates(metadata), special)
         ends = _gguf_ends(template, tokens, [named[key] for key in ("eos", "eot", "eom")])
         backend = build_tokenizer(metadata, kinds_of(ends, tokens))
     except CheckpointError as error:
@@ -348,7 +352,7 @@ def _gguf_ends(
     return end_texts(known, texts)
 
 
-def _from_folder(folder: Path) -> HFTokenizer:
+def _from_folder(folder: Path, templates: Mapping[str, str] | None = None) -> HFTokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
@@ -388,7 +392,7 @@ def _from_folder(folder: Path) -> HFTokenizer:
     if type(size) is int:
         # the reader of the config warns of the others
         eos = {token_id for token_id in eos if 0 <= token_id < size}
-    templates = folder_templates(folder, config)
+    templates = templates or folder_templates(folder, config)
     return HFTokenizer(backend, frozenset(eos), _chat_template(templates, special))
 
 

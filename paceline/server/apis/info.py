@@ -136,6 +136,8 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "root": service.client.info.model,
         "parent": None,
         "max_model_len": service.rules.max_model_len,
+        # what holds where a request gives none
+        "default_sampling": dict(service.rules.default_sampling),
         # the field that llama-server has
         "meta": {
             "n_vocab": service.client.info.vocab_size,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import random
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +45,8 @@ from paceline.server.settings.config import ServerConfig
 __all__ = ["Entry", "Service", "UnderWay", "make_service"]
 
 _log = logging.getLogger("paceline.server")
+# --no-enable-log-requests silences it
+_requests_log = logging.getLogger("paceline.server.requests")
 
 DRAINING: Final = "the server is shutting down and takes no new requests"
 
@@ -293,7 +297,7 @@ class _Logged:
         self._under_way.leave(self._place)
         request, counted = self._request, self._counted
         end = "done" if counted.is_finished else "abort"
-        _log.info(
+        _requests_log.info(
             "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s "
             "queued=%s waited_for=%s chunks=%s preemptions=%d recomputed_tokens=%s "
             "predicted_ttft=%s ttft=%s tokens_per_second=%s",
@@ -349,6 +353,8 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             eos_token_ids=client.tokenizer.eos_token_ids,
             default_sampling=dict(config.default_sampling),
             trust_request_chat_template=config.trust_request_chat_template,
+            template_kwargs=dict(config.default_chat_template_kwargs),
+            draw_seed=_seeds(config.seed),
             strict_fields=config.strict_fields,
             cache_block=info.block_size if info.enable_prefix_caching else 0,
             max_logprobs=info.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
@@ -372,6 +378,13 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
     if info.adapter_bytes and isinstance(client, AdapterClient):
         service.adapters = AdapterNames(client, config.adapters, names, adapters)
     return service
+
+
+def _seeds(seed: int | None) -> Callable[[], int]:
+    """Return what draws the seeds of requests without one."""
+    if seed is None:
+        return lambda: secrets.randbits(63)
+    return partial(random.Random(seed).getrandbits, 63)
 
 
 def _thinking(tokenizer: Tokenizer, parser: str | None) -> Thinking | None:

@@ -253,7 +253,7 @@ def parse_template_options(body: TemplateBody, rules: RequestRules) -> TemplateO
             "continue_final_message and add_generation_prompt cannot both be true",
             "continue_final_message",
         )
-    kwargs = dict(body.chat_template_kwargs or {})
+    kwargs = dict(rules.template_kwargs) | (body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":

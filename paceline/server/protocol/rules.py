@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from paceline.core.sampling_params import MAX_LOGPROBS
 from paceline.core.slo import Slo
@@ -48,6 +50,10 @@ class RequestRules:
     # see ServerConfig
     default_sampling: Mapping[str, float]
     trust_request_chat_template: bool
+    # arguments of the chat template where a request has none of that name
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # draws the seed of a request without one
+    draw_seed: Callable[[], int] = lambda: secrets.randbits(63)
     # refuse fields that are not read
     strict_fields: bool = False
     # tokens of a block of the prefix cache; 0: no cache

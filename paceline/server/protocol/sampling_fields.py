@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from typing import Any, Final, TypeVar
 
 from paceline.core.sampling_params import (
@@ -192,7 +191,7 @@ def parse_sampling(
         frequency_penalty=or_else(body.frequency_penalty, 0.0),
         repetition_penalty=or_else(body.repetition_penalty, default.get("repetition_penalty", 1.0)),
         logit_bias=body.logit_bias or (),
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed=rules.draw_seed() if body.seed is None else body.seed,
         logprobs=logprobs,
         logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
         stop_token_ids=frozenset(body.stop_token_ids or ()),

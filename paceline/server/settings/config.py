@@ -25,6 +25,7 @@ from paceline.server.model_formats.tool_formats import TOOL_FORMATS
 __all__ = [
     "MAX_METRICS_TENANTS",
     "MAX_MODEL_NAME_CHARS",
+    "SAMPLING_DEFAULTS",
     "AdapterConfig",
     "AdapterModule",
     "BatchConfig",
@@ -38,9 +39,11 @@ MAX_MODEL_NAME_CHARS: Final = 256
 # each tenant has nine series
 MAX_METRICS_TENANTS: Final = 1000
 # extensions and desktop applications send origins too
-_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:*-]+")
 _HOST: Final = re.compile(r"(\*\.)?[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# fields of a generation_config.json that are defaults of requests
+SAMPLING_DEFAULTS: Final = (*_SAMPLING_KEYS, "max_new_tokens")
 
 _SECONDS: Final = Range(0, below=True, too_low="0 or more seconds")
 
@@ -142,6 +145,10 @@ class ServerConfig:
     # defaults of a request, usually from generation_config.json: temperature, top_p, top_k, min_p,
     # repetition_penalty, and max_new_tokens as the default of max_tokens
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    # seed of the draws for requests without one; None: a random one
+    seed: int | None = None
+    # arguments of the chat template where a request has none of that name
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     # render templates that requests carry: a hostile one can loop for ever
     trust_request_chat_template: bool = False
     # refuse chat and completions with fields that are not read, instead of naming them in a header
@@ -193,7 +200,8 @@ class ServerConfig:
     # URL of a Redis that several servers share for their counts; None: each counts by itself. Not
     # shown, because it may hold a password
     rate_limit_storage: str | None = field(default=None, repr=False)
-    # origins of web pages that may send requests and read answers, "*" for all; empty: none
+    # origins of web pages that may send requests and read answers, "*" for all, and within one for
+    # any characters; empty: none
     cors_origins: tuple[str, ...] = ()
     # values of the Host header that are accepted; empty: all
     allowed_hosts: tuple[str, ...] = ()
@@ -265,7 +273,7 @@ class ServerConfig:
                 _HOST.fullmatch(host) is not None,
                 f"an allowed host is a name or address without port, got {host[:80]!r}",
             )
-        unknown = sorted(set(self.default_sampling) - {*_SAMPLING_KEYS, "max_new_tokens"})
+        unknown = sorted(set(self.default_sampling) - set(SAMPLING_DEFAULTS))
         _require(not unknown, f"default_sampling does not know {unknown}")
         try:
             SamplingParams(
@@ -291,7 +299,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
     ConfigError for a value that is not a number.
     """
     found: dict[str, float] = {}
-    for key in (*_SAMPLING_KEYS, "max_new_tokens"):
+    for key in SAMPLING_DEFAULTS:
         value = generation_config.get(key)
         if value is None:
             continue

@@ -88,6 +88,20 @@ def test_a_folder(server: HubServer, tmp_path: Path) -> None:
     )
 
 
+def test_a_revision_is_asked_for_and_kept_apart(server: HubServer, tmp_path: Path) -> None:
+    found = pulled("org/folder", revision="v1.0")
+    assert server.of("/revision/v1.0") and not server.of("/revision/main")
+    asked = len(server.requests)
+    assert resolve_model("org/folder", revision="v1.0").path == found.path
+    assert len(server.requests) == asked
+    resolve_model("org/folder")
+    assert server.of("/revision/main")
+    with pytest.raises(CheckpointError, match="is not the name of a branch"):
+        resolve_model("org/folder", revision="../x")
+    with pytest.raises(CheckpointError, match=r"revision v1\.0 is of a repository on the hub"):
+        resolve_model(str(tmp_path), revision="v1.0")
+
+
 def test_what_is_here_is_taken_without_asking(server: HubServer) -> None:
     first = pulled("org/gguf:q8_0")
     assert first.path.name == "m-Q8_0.gguf" and first.path.read_bytes() == GGUF["m-Q8_0.gguf"]

@@ -24,7 +24,7 @@ def given(*flags: str) -> dict[str, tuple[str, str]]:
         (["some/model"], {"MODEL": ("some/model", "smollm2-135m")}),
         (["--no-ui"], {"--no-ui": ("", "")}),
         (["--strict-fields"], {"--strict-fields": ("", "")}),
-        (["--no-enable-prefix-caching"], {"--no-enable-prefix-caching": ("", "")}),
+        (["--no-enable-prefix-caching"], {"--no-enable-prefix-caching": ("", "on")}),
         (["--no-adaptive-token-budget"], {"--no-adaptive-token-budget": ("", "on")}),
         (["--drain-timeout", "2.5"], {"--drain-timeout": ("2.5", "30")}),
         (

@@ -134,16 +134,13 @@ def test_the_model_may_be_named_by_a_flag(command: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--scheduling-policy", "fifo"], "(did you mean fcfs?)"),
         (["--scheduling-policy", "wfq"], "(did you mean fair?)"),
-        (["--dtype", "bf16"], "(did you mean bfloat16?)"),
         (["--tensor-parallel-size", "2"], "start a server for each device"),
         (["-tp", "x"], "start a server for each device"),
-        (["--gpu-memory-utilization", "0.9"], "(in Paceline: --kv-cache-memory SIZE)"),
         (["--best-effort-delay", "60"], "(--best-effort-delay is now --best-effort-share)"),
         (["--screen-head"], "(--screen-head is gone: the whole output head is read"),
         (["--background-share=0.1"], "(--background-share is now --best-effort-share)"),
-        (["--ctx-size", "4096"], "(in Paceline: --max-model-len)"),
+        (["--mem-fraction-static", "1"], "(in Paceline: --kv-cache-memory SIZE)"),
         (["--scheduling-polcy", "fcfs"], "(did you mean --scheduling-policy?)"),
     ],
 )

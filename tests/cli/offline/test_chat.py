@@ -18,6 +18,7 @@ import pytest
 
 from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.cli.offline.chat import Conversation
+from paceline.cli.offline.repetition import Repetition
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.errors import NeverFitsError, RequestFailedError
 from tests.cli.conftest import Command
@@ -63,6 +64,35 @@ def expected(turns: list[dict[str, str]], count: int = 6) -> str:
     tokenizer = ByteTokenizer()
     prompt = tokenizer.encode(tokenizer.render_chat(turns), add_special_tokens=False)
     return tokenizer.decode(expected_tokens(prompt, count, 259))
+
+
+def test_an_answer_that_repeats_itself_is_stopped_and_can_go_on() -> None:
+    """The null model says 0 for ever once it was said."""
+
+    async def body(conversation: Conversation) -> tuple[str, str, str, str]:
+        first = await say(conversation, "\0" * 40)
+        why = conversation.stopped
+        await say(conversation, "")
+        return first, why, conversation.turns[-1]["content"], conversation.stopped
+
+    first, why, whole, after = talk(body, max_tokens=400, num_blocks=1000, max_model_len=2000)
+    assert why == "stopped: the answer repeats itself" and len(first) < 400
+    assert whole.startswith(first) and after == "stopped after 400 tokens"
+    # a few tokens are no character by themselves
+    assert 390 < len(whole) - len(first) <= 400
+
+
+def test_what_repeats_itself() -> None:
+    def found(text: str) -> bool:
+        watched = Repetition()
+        return any(watched.add(letter) for letter in text)
+
+    assert found("L'Etoile, " + "la femme au roi, " * 9)
+    assert found("x" * 200) and found("你好" * 90)
+    assert found("".join(f"{n}. The best of all days is Monday.\n" for n in range(12)))
+    assert not found(" ".join(f"The {'day' * (n % 5)} of {n * n} is here." for n in range(20)))
+    assert not found("-" * 100 + "\n" + " " * 300 + "x")
+    assert not found("la femme au roi, " * 6)
 
 
 def test_each_answer_continues_the_whole_conversation() -> None:

@@ -1,0 +1,64 @@
+"""The front door: which commands of other servers' notes start, and how often first answers loop.
+
+Method. ``commands``: each of the 60 command lines of commands.txt is started with a tiny model in
+place of its own, on a free port, and ended once it is ready; a command counts if it becomes ready,
+and what its start log says about its flags is printed. ``loops``: a server of the default model
+with its default settings is asked each of the 200 everyday questions of benchmarks/common for 200
+tokens, with seeds 1, 2 and 3; ``questions.loops`` says which answers loop.
+
+PARTS=commands,loops picks parts; QUICK=1 asks every tenth question. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.front_door.loops import measure_loops
+from benchmarks.front_door.starts import start_all
+
+
+def _commands(folder: Path) -> dict[str, Any]:
+    started = 0
+    for start in start_all(folder):
+        started += start.started
+        set_before = [f"{name}={value}" for name, value in start.command.environment.items()]
+        verdict = "starts " if start.started else "refused"
+        print(verdict, *set_before, *start.command.words)
+        for line in start.said:
+            print(f"          {line}")
+    print(f"\n{started} of 60 start")
+    return {"commands_started": started}
+
+
+def _loops(folder: Path) -> dict[str, Any]:
+    return {"loops": measure_loops(folder, every=10 if os.environ.get("QUICK") else 1)}
+
+
+PARTS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
+    "commands": _commands,
+    "loops": _loops,
+}
+
+
+def main() -> int:
+    """Run the parts that PARTS names; all by default."""
+    names = os.environ.get("PARTS", ",".join(PARTS)).split(",")
+    if unknown := sorted(set(names) - set(PARTS)):
+        print(f"PARTS: {', '.join(unknown)} is none of {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    results: dict[str, Any] = {}
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="paceline-door-") as folder:
+            results |= PARTS[name](Path(folder))
+    print(json.dumps({"bench": "front_door", "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

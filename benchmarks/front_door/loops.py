@@ -1,0 +1,65 @@
+"""How often the first answers of a server loop."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.common.questions import HELD, LOOP_TOKENS, QUESTIONS, loops, share
+from benchmarks.common.server import PacelineServer
+
+__all__ = ["measure_loops"]
+
+MODEL: Final = "smollm2-135m"
+SEEDS: Final = (1, 2, 3)
+_CONCURRENT: Final = 32
+
+
+def measure_loops(folder: Path, *, every: int = 1) -> dict[str, Any]:
+    """Ask the questions with each seed, and return the shares of answers that loop: of all, by
+    seed, and of the half that nothing was chosen by."""
+    questions = QUESTIONS[::every]
+    asked = [(question, seed) for seed in SEEDS for question in questions]
+    with (
+        PacelineServer(MODEL, log=folder / "log") as server,
+        ThreadPoolExecutor(_CONCURRENT) as pool,
+    ):
+        answers = list(pool.map(lambda pair: _ask(server.port, *pair), asked))
+    found = [loops(answer) for answer in answers]
+    for (question, seed), is_loop, answer in zip(asked, found, answers, strict=True):
+        if is_loop:
+            print(f"loops, seed {seed}: {question}\n          {answer[-120:]!r}")
+    by_seed = [
+        share(
+            is_loop for (_, seed), is_loop in zip(asked, found, strict=True) if seed == each
+        ).share
+        for each in SEEDS
+    ]
+    held = [is_loop for (each, _), is_loop in zip(asked, found, strict=True) if each in HELD]
+    whole = share(found)
+    print(f"\n{whole.share:.1%} of {len(found)} answers loop ({whole.low:.1%} to {whole.high:.1%})")
+    return {
+        "share": round(whole.share, 4),
+        "interval": [round(whole.low, 4), round(whole.high, 4)],
+        "by_seed": [round(each, 4) for each in by_seed],
+        "held": round(share(held).share, 4),
+        "answers": len(found),
+    }
+
+
+def _ask(port: int, question: str, seed: int) -> str:
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": LOOP_TOKENS, "seed": seed,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        answer: str = json.load(response)["choices"][0]["message"]["content"]
+    return answer

@@ -1,0 +1,26 @@
+"""Sampling defaults that a GGUF file carries, under the names of generation_config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.checkpoints.gguf.container import read_gguf
+from paceline.checkpoints.gguf.shards import gguf_files
+
+__all__ = ["sampling_keys"]
+
+# llama.cpp's converter takes them from generation_config.json
+_KEYS: Final = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
+def sampling_keys(path: Path) -> dict[str, Any]:
+    """Return those that the file has. Raises CheckpointError for a malformed file."""
+    metadata = read_gguf(gguf_files(path)[0]).metadata
+    return {name: metadata[key] for name, key in _KEYS.items() if key in metadata}

@@ -1,0 +1,144 @@
+"""Flags of llama.cpp's ``llama-server``, as ``paceline serve -m FILE`` takes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Final
+
+from paceline.cli.elsewhere.rows import (
+    NO_STATIC,
+    Row,
+    Taken,
+    already,
+    boolean,
+    refused,
+    same,
+    sampling,
+)
+
+__all__ = ["KV_TYPES", "LLAMA_SERVER"]
+
+KV_TYPES: Final = {
+    "f32": "float32", "f16": "bfloat16", "bf16": "bfloat16", "q8_0": "int8",
+}  # fmt: skip
+_AS_DISTRIBUTE: Final = "off"
+_NUMA: Final = {"distribute": _AS_DISTRIBUTE, "numactl": _AS_DISTRIBUTE, "isolate": "auto"}
+_ONE_PLACE: Final = "no effect: the whole model and its KV cache are on one device (--device)"
+
+
+def _layers(name: str, value: str) -> Taken:
+    if value == "0":
+        return Taken(("--device", "cpu"))
+    return Taken(note="so already: the whole model is on one device, a GPU if there is one")
+
+
+def _kv_type(name: str, value: str) -> Taken:
+    kind = KV_TYPES.get(value.lower())
+    if kind is None:
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not a format of the KV cache here: q8_0 (--kv-dtype int8) is the "
+            "smallest"
+        )
+    return Taken(("--kv-dtype", kind), f"keys and values in {kind}")
+
+
+def _draft(name: str, value: str) -> Taken:
+    return Taken(("--speculative-config", json.dumps({"model": value})))
+
+
+def _names(name: str, value: str) -> Taken:
+    return Taken(("--served-model-name", *value.split(",")))
+
+
+def _thinking(name: str, value: str) -> Taken:
+    if value == "none":
+        return Taken(("--reasoning-parser", "none"))
+    return Taken(note="so already: as the chat template marks it")
+
+
+def _threads(name: str, value: str) -> Taken:
+    return Taken() if value == "-1" else Taken(("--threads", value))
+
+
+LLAMA_SERVER: Final = (
+    same("-m", "--model"),
+    same("-hf -hfr --hf-repo", "--model"),
+    same(
+        "-c --ctx-size", "--max-model-len", "`--max-model-len`, for each request: it is not shared "
+        "out among `-np`; 0 is the model's", renamed={"0": None},
+    ),
+    same("-np --parallel --n-parallel", "--max-num-seqs", renamed={"-1": None}),
+    Row(
+        ("-ngl", "--gpu-layers", "--n-gpu-layers"), "0 is `--device cpu`; else so already", _layers
+    ),
+    Row(("-t", "--threads"), "`--threads`", _threads),
+    already("-tb --threads-batch", "so already: --threads computes prompts and tokens", "1"),
+    already("--threads-http", "so already: HTTP needs no threads", "1"),
+    same("-b --batch-size", "--max-num-batched-tokens"),
+    already("-ub --ubatch-size", "so already: the kernels choose", "1"),
+    already("-fa --flash-attn", "so already: one kind of attention, which keeps no scores", "?"),
+    Row(
+        ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "`--kv-dtype`; one for both", _kv_type
+    ),
+    boolean("--jinja", "so already: the chat template is always rendered"),
+    same("--chat-template-file", "--chat-template"),
+    same("--chat-template-kwargs", "--default-chat-template-kwargs"),
+    Row(("-a", "--alias"), "`--served-model-name`; a comma parts several", _names),
+    boolean(
+        "--mmap",
+        "no effect: weights are packed as they are read",
+        "no effect: weights are packed as they are read",
+    ),
+    already("--mlock", "no effect: pages are not locked; turn swap off, or bound it by a cgroup"),
+    same("--numa", "--numa", "`distribute` and `numactl` are `off`, `isolate` is `auto`",
+         renamed=_NUMA),
+    boolean("--cont-batching", f"so already; {NO_STATIC}"),
+    already("-cb", "so already"),
+    refused("-nocb", NO_STATIC, "0"),
+    already("--metrics --slots --props", "so already", "?"),
+    boolean("--webui", "so already: /ui", Taken(("--no-ui",))),
+    Row(("--embedding", "--embeddings"), "`--runner pooling --convert embed`",
+        lambda *_: Taken(("--runner", "pooling", "--convert", "embed")), "0"),
+    Row(("--rerank", "--reranking"), "`--runner pooling`",
+        lambda *_: Taken(("--runner", "pooling")), "0"),
+    refused("--pooling", "the model's files say how it pools"),
+    sampling("--temp --temperature", "temperature", float),
+    sampling("--top-k", "top_k", int),
+    sampling("--top-p", "top_p", float),
+    sampling("--min-p", "min_p", float),
+    sampling("--repeat-penalty", "repetition_penalty", float),
+    sampling("-n --predict --n-predict", "max_new_tokens", int, unset="-1"),
+    same("-s --seed", "--seed", renamed={"-1": None}),
+    refused("--mirostat", "set --temp and --min-p", unless=("0",)),
+    refused("--mirostat-ent --mirostat-lr --typical --dynatemp-range --xtc-probability "
+            "--dry-multiplier", "samplers are temperature, top_k, top_p, min_p and penalties"),
+    refused("--presence-penalty --frequency-penalty", "requests name it", unless=("0", "0.0")),
+    already("--keep", "so already: nothing of a prompt is dropped; one that is too long is refused",
+            "1"),
+    boolean("--context-shift", Taken(), "so already", meaning="refused: a context that is full "
+            "ends the answer"),
+    already("-ot --override-tensor -sm --split-mode -mg --main-gpu -ts --tensor-split -ncmoe "
+            "--n-cpu-moe", _ONE_PLACE, "1"),
+    already("-cmoe --cpu-moe -nkvo --no-kv-offload", _ONE_PLACE),
+    already("--offline", "so already for a file: it is never looked up"),
+    already("--cache-reuse", "so already: prefixes are cached by blocks", "1"),
+    already("--defrag-thold -dt", "so already: blocks need no defragmentation", "1"),
+    boolean("--warmup", "so already", "no effect: a start measures one step"),
+    Row(("-v", "--verbose", "--log-verbose"), "`--log-level debug`",
+        lambda *_: Taken(("--log-level", "debug")), "0"),
+    Row(("--log-disable",), "`--log-level error`", lambda *_: Taken(("--log-level", "error")), "0"),
+    already("--log-colors --log-timestamps --log-prefix", "so already: plain lines with their time",
+            "?"),
+    refused("--log-file", "send standard error to the file: 2> FILE"),
+    Row(("-md", "--model-draft"), "`--speculative-config '{\"model\": FILE}'`", _draft),
+    Row(("--reasoning-format",), "`none` is `--reasoning-parser none`", _thinking),
+    same("--ssl-key-file", "--ssl-keyfile"),
+    same("--ssl-cert-file", "--ssl-certfile"),
+    refused("--mmproj --mmproj-url", "pictures are not taken: leave it out to serve the text"),
+    refused("--models-dir --models-preset --models-max",
+            "a server has one model: start one for each, and paceline gateway before them"),
+    refused("--slot-save-path", "prefixes are kept in memory: --prefix-cache-memory"),
+    refused("--api-prefix", "let a proxy take the prefix off: docs/use/recipes.md"),
+    refused("-hff --hf-file", "name the file behind the repository: -hf org/name/file.gguf"),
+)  # fmt: skip

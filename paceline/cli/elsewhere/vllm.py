@@ -1,0 +1,204 @@
+"""Flags of ``vllm serve``. One that Paceline has under the same name is not here, unless vLLM takes
+other values."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Final
+
+from paceline.cli.elsewhere.rows import NO_STATIC, Row, Taken, already, boolean, refused, same
+
+__all__ = ["VLLM"]
+
+_DTYPES: Final = {
+    "half": "bfloat16", "float16": "bfloat16", "fp16": "bfloat16", "bf16": "bfloat16",
+    "float": "float32", "fp32": "float32",
+}  # fmt: skip
+_KV_DTYPES: Final = {
+    **_DTYPES, "fp8": "int8", "fp8_e4m3": "int8", "fp8_e5m2": "int8", "fp8_inc": "int8",
+}  # fmt: skip
+_TASKS: Final[dict[str, tuple[str, ...]]] = {
+    "auto": (),
+    "generate": ("--runner", "generate"),
+    "embed": ("--runner", "pooling", "--convert", "embed"),
+    "embedding": ("--runner", "pooling", "--convert", "embed"),
+    "classify": ("--runner", "pooling", "--convert", "classify"),
+    "score": ("--runner", "pooling"),
+    "reward": ("--runner", "pooling"),
+}
+# formats of checkpoints, whose files say so
+_OF_FILES: Final = (
+    "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf", "none",
+)  # fmt: skip
+_QUANTIZED: Final = {
+    "fp8": ("--dtype", "int8"),
+    "int8": ("--dtype", "int8"),
+    "bitsandbytes": ("--dtype", "q4"),
+    **dict.fromkeys(_OF_FILES, ()),
+}
+_ONE_DEVICE: Final = "an engine computes on one device; start one server for each device"
+_NO_PICTURES: Final = "so already: pictures, sound and video are not taken"
+
+
+def _count(to: str) -> Row:
+    """Return a row for a number that vLLM also takes as 32k (thousands) or 32K (1,024s)."""
+
+    def take(name: str, value: str) -> Taken:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value)
+        if match is None:
+            return Taken() if value in ("auto", "-1") else Taken((to, value))
+        base = 1024 if match[2].isupper() else 1000
+        number = int(float(match[1]) * base ** ("kmg".index(match[2].lower()) + 1))
+        return Taken((to, str(number)), f"{number:,}")
+
+    return Row((to,), "the same; `32k` is 32,000 and `32K` is 32,768", take)
+
+
+def _quantization(name: str, value: str) -> Taken:
+    args = _QUANTIZED.get(value.lower())
+    if args is None:
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not a format here: leave it out for the format of the model's files, or "
+            "give --dtype int8 or q4"
+        )
+    return Taken(args, f"served as {args[1]}" if args else "so already: the model's files say it")
+
+
+def _policy(name: str, value: str) -> Taken:
+    if value == "static":
+        raise argparse.ArgumentTypeError(NO_STATIC)
+    return Taken((name, "fcfs" if value == "fifo" else value))
+
+
+def _task(name: str, value: str) -> Taken:
+    args = _TASKS.get(value.lower())
+    if args is None:
+        raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(_TASKS)}")
+    return Taken(args)
+
+
+def _origins(name: str, value: str) -> Taken:
+    try:
+        origins = json.loads(value)
+    except ValueError:
+        origins = value.split()
+    if not isinstance(origins, list) or not all(isinstance(each, str) for each in origins):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a list of origins in JSON")
+    return Taken(tuple(word for each in origins for word in ("--cors-origin", each)))
+
+
+def _log_level(name: str, value: str) -> Taken:
+    if value.lower() in ("warning", "error", "critical"):
+        return Taken(("--no-enable-log-requests",), "no line for each request")
+    return Taken(note="so already: a line for each request")
+
+
+def _bytes(name: str, value: str) -> Taken:
+    return Taken(("--kv-cache-memory", value if value[-1:].isalpha() else f"{value}B"))
+
+
+def _preemption(name: str, value: str) -> Taken:
+    return Taken(("--preemption", value))
+
+
+VLLM: Final = (
+    same("--dtype", "--dtype", "`half` and `float16` are served as bfloat16", renamed=_DTYPES),
+    same("--kv-cache-dtype", "--kv-dtype", "`--kv-dtype`; `fp8` is int8", renamed=_KV_DTYPES),
+    Row(
+        ("--quantization", "-q"),
+        "`fp8` is `--dtype int8`, `bitsandbytes` is q4; the format of the files is so already",
+        _quantization,
+    ),
+    Row(
+        ("--scheduling-policy",),
+        f"the same, and `fifo` for `fcfs`; `static` is refused: {NO_STATIC}",
+        _policy,
+    ),
+    _count("--max-model-len"),
+    _count("--max-num-batched-tokens"),
+    _count("--max-num-seqs"),
+    same("--gpu-memory-util", "--gpu-memory-utilization"),
+    same("--num-gpu-blocks-override", "--num-blocks"),
+    Row(
+        ("--kv-cache-memory-bytes",), "`--kv-cache-memory`, in bytes",
+        _bytes,
+    ),
+    Row(("--preemption-mode",), "`--preemption`", _preemption),
+    Row(("--task",), "`--runner` and `--convert`", _task),
+    Row(("--allowed-origins",), "`--cors-origin` for each", _origins),
+    already(
+        "--allowed-methods --allowed-headers",
+        "so already: every header, and the methods that the API has", "1",
+    ),
+    refused("--allow-credentials", "pages send keys in headers, never cookies", "0"),
+    Row(("--uvicorn-log-level",), "`--no-enable-log-requests` from `warning` on", _log_level),
+    boolean(
+        "--disable-log-requests --disable-uvicorn-access-log",
+        Taken(("--no-enable-log-requests",)), Taken(("--enable-log-requests",)),
+    ),
+    *(
+        boolean(name, Taken((name,)), Taken((name.replace("--", "--no-", 1),)), meaning="the same")
+        for name in ("--enable-chunked-prefill", "--enable-prefix-caching")
+    ),
+    already("--disable-log-stats", "so already: statistics are at /metrics, not in the log"),
+    already("--max-log-len", "so already: prompts are not logged", "1"),
+    already(
+        "--trust-remote-code", "accepted, and no code of a checkpoint is run: architectures are "
+        "Paceline's own", "?",
+    ),
+    already(
+        "--load-format", "so already: the files say their format", "1",
+        only=("auto", "safetensors", "gguf", "hf"),
+        instead="give a folder with safetensors, or a .gguf file",
+    ),
+    already(
+        "--config-format --tokenizer-mode", "so already: the files say it", "1",
+        only=("auto", "hf", "fast"), instead="leave it out",
+    ),
+    already(
+        "--pipeline-parallel-size -pp --data-parallel-size -dp --decode-context-parallel-size",
+        "1 is so already", "1", only=("1",), instead=_ONE_DEVICE,
+    ),
+    already("--api-server-count -asc", "so already: one process answers HTTP", "1", only=("1",),
+            instead="one process answers HTTP; several servers go behind paceline gateway"),
+    already(
+        "--distributed-executor-backend", "so already: one process computes", "1",
+        only=("mp", "uni"), instead=_ONE_DEVICE,
+    ),
+    already("--enable-expert-parallel", f"so already: {_ONE_DEVICE.partition(';')[0]}", "?"),
+    already("--disable-custom-all-reduce", "so already: one device has nothing to reduce", "?"),
+    already("--enforce-eager", "so already: there are no CUDA graphs", "?"),
+    already("--max-seq-len-to-capture --compilation-config -O",
+            "no effect: there are no CUDA graphs", "1"),
+    already("--num-scheduler-steps", "1 is so already", "1", only=("1",),
+            instead="--pipeline-depth 2 plans a step while another runs"),
+    already("--use-v2-block-manager", "so already: there is one block manager", "?"),
+    boolean("--async-scheduling", "so already: --pipeline-depth 2",
+            Taken(("--pipeline-depth", "1"))),
+    already("--disable-sliding-window",
+            "no effect: layers with a sliding window keep it, and --max-model-len bounds requests"),
+    already("--cpu-offload-gb", "so already: on a CPU the weights are in its memory", "1"),
+    already("--calculate-kv-scales", "so already: --kv-dtype int8 has a scale for each row", "?"),
+    already("--limit-mm-per-prompt --mm-processor-cache-gb --mm-processor-kwargs "
+            "--mm-encoder-tp-mode --allowed-local-media-path", _NO_PICTURES, "1"),
+    already("--language-model-only", _NO_PICTURES, "?"),
+    already("--enable-auto-tool-choice", "so already: tool calls are always read", "?"),
+    already("--enable-reasoning", "so already: --reasoning-parser says how", "?"),
+    already("--enable-prompt-tokens-details", "so already: usage has them", "?"),
+    already("--enable-server-load-tracking", "so already: GET /load", "?"),
+    already("--enable-request-id-headers", "so already: x-request-id", "?"),
+    already("--guided-decoding-backend --structured-outputs-config",
+            "so already: one compiler for schemas, grammars and expressions", "1"),
+    already("--chat-template-content-format", "so already: both forms of content are taken", "1"),
+    already("--response-role", "so already", "1", only=("assistant",),
+            instead="answers have the role assistant, as in OpenAI's API"),
+    already("--root-path", "so already: the page and its links work below any path that a proxy "
+            "takes off", "1"),
+    refused("--download-dir", "set PACELINE_CACHE and HF_HOME in the environment"),
+    refused("--hf-token", "set HF_TOKEN in the environment"),
+    refused("--middleware", "a proxy in front can do it: docs/use/recipes.md"),
+    refused("--hf-overrides --rope-scaling", "write it into the model's config.json"),
+    refused("--config", "give the flags on the command line"),
+)  # fmt: skip
