@@ -180,7 +180,7 @@ def _of_step(step: Step, zero: float) -> list[dict[str, Any]]:
         "step": plan.step,
         "tokens": plan.tokens,
         "budget": plan.budget,
-        "rows of one token": plan.narrow,
+        "written or drafted": plan.narrow,
         "chunks": plan.wide,
         "predicted ms": _milli(plan.predicted),
         "backend ms": _milli(done.backend),

@@ -136,7 +136,9 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     waiting: int
     # number of steps that this frame covers, the last one included; their tokens are summed
     merged: int
+    # tokens of rows that write: one of each, and the draft tokens behind it
     narrow: int
+    # chunks: rows of several tokens of a prompt
     wide: int
     # index into REASONS; 255: no request waits
     blocked_by: int

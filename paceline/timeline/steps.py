@@ -133,7 +133,8 @@ class Steps:
                     events.append(Event(entry.lane, _FOUND, found))
         if lanes.demoted:
             lanes.restored(events)
-        steps, tokens, narrow, _ = self._merged
+        steps, tokens, narrow, chunks = self._merged
+        verifying, drafted = _drafted(plan)
         if steps:
             self._merged = (0, 0, 0, 0)
         self._told_at = now
@@ -149,8 +150,8 @@ class Steps:
                 note.num_free_blocks,
                 note.num_waiting,
                 steps + 1,
-                narrow + num_rows - len(wide),
-                len(wide),
+                narrow + num_rows - len(wide) + drafted,
+                chunks + len(wide) - verifying,
                 _NO_REASON if note.blocked_by is None else note.blocked_by,
                 note.pressure,
                 thin,
@@ -180,11 +181,14 @@ class Steps:
     def _merge(self, plan: SchedulerOutput) -> None:
         steps, tokens, narrow, chunks = self._merged
         num_rows = len(plan.rows)
-        is_wide = plan.num_tokens > num_rows
+        verifying, drafted = _drafted(plan)
+        # without the row itself, which num_rows counts
+        drafted -= verifying
+        is_wide = plan.num_tokens - drafted > num_rows
         self._merged = (
             steps + 1,
             tokens + plan.num_tokens,
-            narrow + (0 if is_wide else num_rows),
+            narrow + (0 if is_wide else num_rows) + drafted,
             chunks + is_wide,
         )
 
@@ -225,6 +229,15 @@ class Steps:
             # all tokens of a request that ended or was preempted meanwhile are gone
             if wrong > 0 and entry.request.status is _RUNNING:
                 events.append(Event(entry.lane, _WRONG, wrong))
+
+
+def _drafted(plan: SchedulerOutput) -> tuple[int, int]:
+    """Return how many rows verify draft tokens, and the tokens that count as written: all of such a
+    row, which is one of the wide ones."""
+    if not plan.drafts:
+        return 0, 0
+    rows = {draft.row for draft in plan.drafts}
+    return len(rows), sum(plan.rows[row][_WIDTH] for row in rows)
 
 
 def _wide(plan: SchedulerOutput) -> list[ScheduledRow]:

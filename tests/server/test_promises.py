@@ -26,7 +26,7 @@ from paceline.engine.types import (
     RequestTimes,
     SchedulerStats,
 )
-from paceline.errors import QueueFullError
+from paceline.errors import EngineDeadError, QueueFullError
 from paceline.http.errors import error_response, reply_to
 from paceline.http.exposition import Registry
 from paceline.server import ServerConfig, create_app
@@ -124,8 +124,15 @@ async def test_the_price_of_a_token_is_the_time_so_far_by_the_tokens_so_far() ->
     assert metric(text, "paceline:cost_per_million_tokens") == pytest.approx(1e6 * spent / 100)
 
 
-def observed(slo: Slo, times: RequestTimes | None, timeline: Timeline | None = None) -> str:
-    """The metrics once a request of three tokens came to this; None: it was cut off."""
+def observed(
+    slo: Slo,
+    times: RequestTimes | None,
+    timeline: Timeline | None = None,
+    *,
+    error: Exception | None = None,
+) -> str:
+    """The metrics once a request of three tokens came to this; None: it was cut off, by its caller
+    or by an error."""
     registry = Registry({})
     request = GenerationRequest(
         request_id="r",
@@ -149,7 +156,7 @@ def observed(slo: Slo, times: RequestTimes | None, timeline: Timeline | None = N
             times=times,
         )
         observer.output(output, times.last_token)
-    observer.end(None, 14.0)
+    observer.end(error, 14.0)
     return registry.render()
 
 
@@ -178,9 +185,21 @@ def test_each_kind_of_violation_counts_for_its_class(slo: Slo, missed: tuple[str
 
 
 def test_what_was_cut_off_kept_no_promise() -> None:
-    text = observed(Slo(slo_class="own"), None)
+    text = observed(Slo(slo_class="own"), None, error=EngineDeadError("gone"))
     assert metric(text, "paceline:goodput_requests_total", slo_class="own") == 0
     assert metric(text, "paceline:slo_violations_total", slo_class="own", kind="unfinished") == 1
+
+
+@pytest.mark.parametrize(("ttft", "late"), [(None, 0), (5.0, 0), (3.0, 1)])
+def test_who_stops_an_answer_breaks_no_promise_of_the_server(ttft: float | None, late: int) -> None:
+    """It is stopped after four seconds, without a token."""
+    text = observed(Slo(slo_class="own", ttft=ttft), None)
+    assert text.count("\npaceline:slo_violations_total{") == late
+    if late:
+        assert metric(text, "paceline:slo_requests_total", slo_class="own") == 1
+        assert metric(text, "paceline:slo_violations_total", slo_class="own", kind="ttft") == 1
+    else:
+        assert "\npaceline:slo_requests_total{" not in text
 
 
 TIMELINE = Timeline(

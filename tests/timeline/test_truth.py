@@ -197,6 +197,17 @@ def test_guesses_that_were_wrong_do_not_count_as_computed(depth: int) -> None:
         watched.check_story(request)
 
 
+def test_a_row_that_verifies_drafts_is_written_and_no_chunk() -> None:
+    """Or a lone stream that speculates looks like a prompt that never ends."""
+    plans = [frame for frame in guessing(2).frames if isinstance(frame, Plan)]
+    verifying = [p for p in plans if any(e.kind == Kind.DRAFT for e in p.events)]
+    assert verifying
+    for plan in verifying:
+        chunks = [event for event in plan.events if event.kind == Kind.CHUNK]
+        assert plan.wide == len(chunks)
+        assert plan.narrow == plan.tokens - sum(event.value for event in chunks)
+
+
 def test_a_steady_batch_takes_no_events_and_few_bytes() -> None:
     watched = Watched(max_num_seqs=64, max_num_batched_tokens=512, num_blocks=1024)
     watched.add(*(make_request(f"r{i}", 8, 100, arrival=100.0) for i in range(64)))

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoints.gguf.blocks import BLOCKS
 from paceline.checkpoints.gguf.container import GGUFTensor, GGUFType
 from paceline.errors import CheckpointError
 
@@ -72,8 +73,21 @@ _PLAIN: Final[Mapping[GGUFType, _Decoder]] = {
 }
 
 
-def _decoder(kind: GGUFType) -> _Decoder:
-    """Return the ``gguf`` package's decoder; ``GGUFType`` tells why it is imported here."""
-    from gguf import GGMLQuantizationType, quants
+def _in_blocks(data: NDArray[np.uint8], size: int, decode: _Decoder) -> NDArray[Any]:
+    return decode(data.reshape(-1, size)).reshape(len(data), -1)
 
+
+def _decoder(kind: GGUFType) -> _Decoder:
+    """Return the decoder of a type; those of rare ones are the ``gguf`` package's, which is
+    imported only for them. Raises CheckpointError where it is not installed."""
+    if kind in BLOCKS:
+        size, decode = BLOCKS[kind]
+        return partial(_in_blocks, size=size, decode=decode)
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError:
+        raise CheckpointError(
+            f"the file has matrices in {kind.name}, which the package gguf reads: pip install "
+            "'paceline[gguf]'"
+        ) from None
     return partial(quants.dequantize, qtype=GGMLQuantizationType(kind))

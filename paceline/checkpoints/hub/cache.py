@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
+from paceline.checkpoints.hub.environment import hub_cache
 from paceline.checkpoints.hub.names import HubReference, Selection
 from paceline.checkpoints.hub.pip_models import Progress, locked, silent
 from paceline.checkpoints.model.json_file import read_json_object
@@ -61,10 +62,7 @@ class HubCache:
 
     @staticmethod
     def of(repo: str) -> HubCache:
-        from huggingface_hub import constants
-
-        cache = Path(constants.HF_HUB_CACHE)
-        return HubCache(cache / f"models--{repo.replace('/', '--')}")
+        return HubCache(hub_cache() / f"models--{repo.replace('/', '--')}")
 
     def checked(self, what: str) -> tuple[Path, Selection] | None:
         """Return the model that ``keep`` noted for ``what``, if all its files still exist."""

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from paceline.checkpoints.hub.cache import HubCache, HubFile
+from paceline.checkpoints.hub.environment import is_offline, token
 from paceline.checkpoints.hub.names import HubReference, Selection, select
 from paceline.checkpoints.hub.pip_models import Progress
 from paceline.checkpoints.model.json_file import parse_json_object
@@ -69,12 +70,10 @@ class Hub:
     @staticmethod
     def of_environment() -> Hub:
         """Return the hub of HF_ENDPOINT, with the token that huggingface_hub would use."""
-        from huggingface_hub import get_token
-
         endpoint = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
         if urllib.parse.urlsplit(endpoint).scheme not in ("http", "https"):
             raise CheckpointError(f"HF_ENDPOINT is {endpoint!r:.200}, not an http(s) address")
-        return Hub(endpoint, get_token())
+        return Hub(endpoint, token())
 
     def list(self, repo: str, revision: str = "main") -> Listing:
         quoted = urllib.parse.quote(revision, safe="")
@@ -186,9 +185,7 @@ def hub_model(
     Raises CheckpointError: there is no such model, a file does not match the hub's digest, or it
     cannot be fetched or stored.
     """
-    from huggingface_hub import constants
-
-    offline = offline or constants.HF_HUB_OFFLINE
+    offline = offline or is_offline()
     cache = HubCache.of(reference.repo)
     known = cache.checked(reference.within)
     if known is not None and (offline or not refresh):

@@ -85,14 +85,7 @@ def find(name: str) -> LocalModel:
 
 
 def _hub_models() -> Iterator[LocalModel]:
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
+    from paceline.checkpoints.hub.environment import cached_repositories
 
-    try:
-        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        return
-    for repo in repos:
-        if repo.repo_type == "model":
-            folder = Path(repo.repo_path)
-            yield LocalModel(repo.repo_id, repo.size_on_disk, repo.last_modified, folder)
+    for name, num_bytes, modified, folder in cached_repositories():
+        yield LocalModel(name, num_bytes, modified, folder)

@@ -88,6 +88,7 @@ one turn of the conversation.
 _COMMANDS = "\n".join(f"  {line}" for line in HELP.splitlines())
 # default where the model recommends none
 _TEMPERATURE = 0.7
+_MAX_TOKENS: Final = 512
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -109,8 +110,7 @@ def add_options(parser: Parser) -> None:
     group.add_argument(
         "--max-tokens",
         type=bounded_int(1),
-        default=512,
-        help="longest answer in tokens (default 512)",
+        help=f"longest answer in tokens (default {_MAX_TOKENS})",
     )
     group.add_argument(
         "--temperature",
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     conversation = Conversation(
         client,
         system=args.system,
-        max_tokens=args.max_tokens,
+        max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
         temperature=sampling["temperature"],
         top_p=sampling["top_p"],
         seed=seed,
@@ -175,16 +175,21 @@ def run(args: argparse.Namespace) -> int:
     with asyncio.Runner() as runner:
         try:
             if prompt:
-                return _answer_once(runner, conversation, prompt, args.stats)
+                given = args.max_tokens is not None
+                return _answer_once(runner, conversation, prompt, args.stats, told=given)
             return _converse(runner, conversation, interactive, interactive or args.stats)
         finally:
             runner.run(client.close())
 
 
-def _answer_once(runner: Any, conversation: Conversation, prompt: str, shows_stats: bool) -> int:
+def _answer_once(
+    runner: Any, conversation: Conversation, prompt: str, shows_stats: bool, *, told: bool
+) -> int:
+    """Answer one question. ``told``: the caller knows how long the answer may be."""
     try:
         runner.run(_say(conversation, prompt))
-        _tell_why(conversation, "give --max-tokens for a longer answer")
+        if not (told and conversation.reached_limit):
+            _tell_why(conversation, "--max-tokens allows a longer answer")
     except (RequestError, RequestFailedError) as error:
         print(f"paceline run: {error}", file=sys.stderr)
         return 1

@@ -40,7 +40,7 @@ GGUF = {
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(hub_module, "_CHUNK", 512)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -312,7 +312,7 @@ def test_what_others_left_in_the_cache_serves_without_a_network(
         CheckpointError, match="downloads are off, and it is not in the local cache"
     ):
         resolve_model("org/gguf", offline=True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     server.requests.clear()
     assert pulled("org/folder") == found
     with pytest.raises(CheckpointError, match="downloads are off"):

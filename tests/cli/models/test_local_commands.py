@@ -37,7 +37,7 @@ def test_run_asks_one_thing_or_talks(command: Command) -> None:
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An alias and a hub model, as the caches keep them."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "ours"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     alias = resolve.ALIASES["smollm2-135m"]
     path = cached_path(alias, tmp_path / "ours")
     path.parent.mkdir(parents=True)

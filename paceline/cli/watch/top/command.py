@@ -135,8 +135,13 @@ def _render(seen: Sequence[Seen]) -> RenderableType:
 
 
 def _show(look: _Look, seen: Sequence[Seen], interval: float, *, once: bool) -> int:
-    from rich.console import Console
-    from rich.live import Live
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        raise ConfigError(
+            "frames need the package rich: pip install 'paceline[top]'; --json needs nothing"
+        ) from None
 
     console = Console()
     if once:

@@ -158,7 +158,8 @@ class RequestMetrics:
         )
         self.judged = numbers(
             "paceline:slo_requests",
-            "Requests that ended, refused ones too: goodput_requests / slo_requests is attainment.",
+            "Requests that ended, refused ones too, and those whose caller left once the first "
+            "token was late: goodput_requests / slo_requests is attainment.",
             "slo_class",
         )
         self.violations = numbers(
@@ -356,7 +357,10 @@ class RequestObserver:
         longest = max(self._tokens)
         metrics.max_generation_tokens.observe(longest)
         times = self._times
-        self._judge(times, longest)
+        if error is None and times is None:
+            self._judge_left(now)
+        else:
+            self._judge(times, longest)
         if times is None:
             return
         metrics.queue_time.observe(times.first_scheduled - times.arrival)
@@ -366,6 +370,18 @@ class RequestObserver:
         metrics.decode_time.observe(decode)
         if longest > 1:
             metrics.time_per_output_token.observe(decode / (longest - 1))
+
+    def _judge_left(self, now: float) -> None:
+        """Count a request whose caller left: only a first token that was already late broke a
+        promise. One that was in time is no kept promise either, as the answer's end is not
+        known."""
+        target = self._slo.ttft
+        waited = now - self._arrival if self.ttft is None else self.ttft
+        if target is None or waited <= target:
+            return
+        metrics, name = self._metrics, self._slo.slo_class
+        metrics.judged.at(name).value += 1
+        metrics.violations.at(name, "ttft").value += 1
 
     def _judge(self, times: RequestTimes | None, num_output: int) -> None:
         """Count goodput and violations. An unfinished request met none of its targets."""

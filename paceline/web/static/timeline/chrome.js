@@ -52,7 +52,7 @@ export function traceOf(steps, requests, now, most = MOST_SLICES) {
 function ofStep({ plan, done, start }, zero) {
   const ts = us(start - zero);
   const args = {
-    step: plan.step, tokens: plan.tokens, budget: plan.budget, "rows of one token": plan.narrow, chunks: plan.wide, "predicted ms": milli(plan.predicted),
+    step: plan.step, tokens: plan.tokens, budget: plan.budget, "written or drafted": plan.narrow, chunks: plan.wide, "predicted ms": milli(plan.predicted),
     "backend ms": milli(done.backend), waiting: plan.waiting, "blocked by": REASONS[plan.blockedBy] ?? "", "steps summed": plan.merged,
   };
   const counters = {

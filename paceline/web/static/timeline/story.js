@@ -81,7 +81,7 @@ export function wordsOf(history, column, blocks) {
   const parts = [
     `Step ${history.step[at]}`,
     `${history.tokens[at]} of ${history.budget[at]} tokens`,
-    `${history.narrow[at]} of one, ${history.wide[at]} chunks`,
+    `${history.narrow[at]} written or drafted, ${history.wide[at]} ${history.wide[at] === 1 ? "chunk" : "chunks"}`,
     Number.isNaN(took) ? "under way" : `${duration(1e3 * took)}${history.predicted[at] ? `, predicted ${duration(1e3 * history.predicted[at])}` : ""}`,
     history.waiting[at] ? `${history.waiting[at]} wait${history.held[at] < 255 ? ` for ${WHY[history.held[at]]}` : ""}` : "no request waits",
     `${history.free[at]} of ${blocks ?? "?"} blocks free`,
