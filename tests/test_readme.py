@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.common.questions import loops
 from paceline.checkpoints.hub.resolve import find_local
 from paceline.cli.main import build_parser, main
 from tests.cli.servers import ServerProcess, start_server
@@ -68,10 +69,11 @@ def test_curl_snippet(live: Live) -> None:
 def test_sdk_snippet(live: Live) -> None:
     code = snippet("python").replace(ADDRESS, live.server.address)
     printed = run([sys.executable, "-W", "error", "-c", code], live)
-    first, _, rest = printed.partition("\n")
-    assert rest.strip(), "the streamed answer is empty"
+    assert printed.strip(), "the streamed answer is empty"
     if live.real:
-        assert "Paris" in first
+        # with the defaults of the catalogue: the question is one that the default model answers
+        # well
+        assert "Paris" in printed and not loops(printed)
 
 
 def test_commands_are_commands() -> None:

@@ -6,6 +6,9 @@ and what its start log says about its flags is printed. ``loops``: a server of t
 with its default settings is asked each of the 200 everyday questions of benchmarks/common for 200
 tokens, with seeds 1, 2 and 3; ``questions.loops`` says which answers loop.
 
+``page``: the files of the page at /ui with gzip, and its longest task, by the browser's own report
+of tasks above 50 ms, while a null backend sends 100 tokens a second for ten seconds (Chromium).
+
 PARTS=commands,loops picks parts; QUICK=1 asks every tenth question. The last line is JSON.
 """
 
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.front_door.loops import measure_loops
+from benchmarks.front_door.page import measure_page
 from benchmarks.front_door.starts import start_all
 
 
@@ -43,6 +47,7 @@ def _loops(folder: Path) -> dict[str, Any]:
 PARTS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
     "commands": _commands,
     "loops": _loops,
+    "page": measure_page,
 }
 
 

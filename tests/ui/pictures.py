@@ -34,7 +34,7 @@ def playground(page: Any, address: str) -> None:
     for label, value in fields.items():
         page.get_by_label(label, exact=True).fill(str(value))
     # as the first token of a start waits for what later ones do not
-    for question in ("Hello!", "What is the capital of France?"):
+    for question in ("Hello!", "Name the capital of France."):
         answers = page.locator(".story").count()
         page.get_by_label("Message").fill(question)
         page.get_by_label("Message").press("Enter")

@@ -246,11 +246,20 @@ def batches(page: Any, server: LiveServer) -> None:
     httpx.post(f"{server.url}/v1/batches/{name}/cancel", json={})
 
 
+def conversations(page: Any, server: LiveServer) -> None:
+    page.get_by_label("Max tokens").fill("4")
+    page.get_by_label("Message").fill("keep this")
+    page.get_by_label("Message").press("Enter")
+    page.get_by_text("finished: length").wait_for()
+    page.get_by_text("Conversations (1)").click()
+    page.get_by_role("button", name="Export all").wait_for()
+
+
 STATES: dict[str, Callable[[Any, LiveServer], None]] = {
     each.__name__: each
     for each in (
         help_is_open, too_many, writing, marked, no_answer, troubles, looks, simulating, failed,
-        batches,
+        batches, conversations,
     )
 }  # fmt: skip
 

@@ -369,6 +369,52 @@ def test_a_waterfall_says_why_it_waited(tmp_path: Path, open_page: OpenPage) -> 
         page.close()
 
 
+def test_a_conversation_is_kept_edited_and_retried(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    page.get_by_label("System prompt").fill("be short")
+    say(page, "hello", Max_tokens="6")
+    page.get_by_text("finished: length").wait_for()
+    page.reload()
+    page.locator(".turn.user .said").get_by_text("hello").wait_for()
+    assert page.get_by_label("System prompt").input_value() == "be short"
+    assert page.locator(".turn").count() == 2
+
+    # once more, and on from its end
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Retry").click()
+    sent = asked.value.post_data_json
+    system = {"role": "system", "content": "be short"}
+    assert sent["messages"] == [system, {"role": "user", "content": "hello"}]
+    assert sent["max_tokens"] == 1024, "the page's own limit"
+    page.get_by_text("stopped, as it repeats itself").wait_for()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Go on").click()
+    assert asked.value.post_data_json["continue_final_message"]
+    page.get_by_role("button", name="Stop").click()
+
+    # taken back, written anew
+    page.get_by_role("button", name="Edit").click()
+    assert page.get_by_label("Message").input_value() == "hello"
+    assert page.locator(".turn").count() == 0
+    page.get_by_label("Max tokens").fill("6")
+    say(page, "other")
+    page.get_by_text("finished: length").wait_for()
+
+    # another one; then the first again, which can be exported and deleted
+    page.get_by_role("button", name="New").click()
+    say(page, "second")
+    page.get_by_text("finished: length").wait_for()
+    page.get_by_text("Conversations (2)").click()
+    page.get_by_role("button", name="other", exact=False).first.click()
+    page.locator(".turn.user .said").get_by_text("other").wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export all").click()
+    found = json.loads(Path(download.value.path()).read_text())
+    assert [each["title"] for each in found] == ["second", "other"]
+    page.get_by_role("button", name="Delete all").click()
+    assert page.locator(".turn").count() == 0 and page.get_by_text("Conversations (").count() == 0
+
+
 def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/")
     say(page, "remember me", Max_tokens="2")
@@ -377,7 +423,7 @@ def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> Non
     page.get_by_role("cell", name="4096 tokens").wait_for()
     assert page.url.endswith("/ui/server")
     page.go_back()
-    assert page.get_by_text("remember me").is_visible()
+    assert page.locator(".said").get_by_text("remember me").is_visible()
     page.goto(f"{server.url}/ui/server")
     page.get_by_role("heading", name="Server").wait_for()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pty
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from paceline.errors import NeverFitsError, RequestFailedError
 from tests.cli.conftest import Command
 
 NULL = ("--backend", "null")
+# the page has the same rule
+VECTORS = Path(__file__).parents[2] / "ui" / "vectors" / "repeats.json"
 CHAT = (sys.executable, "-m", "paceline.cli.main", "chat", *NULL)
 
 
@@ -87,9 +91,9 @@ def test_what_repeats_itself() -> None:
         watched = Repetition()
         return any(watched.add(letter) for letter in text)
 
-    assert found("L'Etoile, " + "la femme au roi, " * 9)
-    assert found("x" * 200) and found("你好" * 90)
-    assert found("".join(f"{n}. The best of all days is Monday.\n" for n in range(12)))
+    told = json.loads(VECTORS.read_text(encoding="utf-8"))
+    assert all(map(found, told["repeats"])) and not any(map(found, told["goes_on"]))
+    assert found("你好" * 90)
     assert not found(" ".join(f"The {'day' * (n % 5)} of {n * n} is here." for n in range(20)))
     assert not found("-" * 100 + "\n" + " " * 300 + "x")
     assert not found("la femme au roi, " * 6)

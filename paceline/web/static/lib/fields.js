@@ -1,12 +1,16 @@
 // The fields of a request that the playground offers, and the body that they make.
 
 /**
- * @typedef {{ name: string, label: string, group: string, kind?: "number" | "text" | "code" | "choice" | "tick",
+ * @typedef {{ name: string, label: string, group: string, kind?: "number" | "text" | "code" | "lines" | "choice" | "tick",
  *   step?: number, choices?: string[], fallback?: string, only?: "chat" | "completion" }} Field
  */
 
+/** The longest answer where the field is empty: a model that loops would write until its context is full. */
+export const MAX_TOKENS = 1024;
+
 /** @type {Field[]} `fallback` is what the API does without the field; the server may know better */
 export const FIELDS = [
+  { name: "system", label: "System prompt", group: "Talk", kind: "lines", only: "chat", fallback: "none" },
   { name: "temperature", label: "Temperature", group: "Sampling", step: 0.1, fallback: "1" },
   { name: "top_p", label: "Top p", group: "Sampling", step: 0.05, fallback: "1" },
   { name: "top_k", label: "Top k", group: "Sampling", step: 1, fallback: "0" },
@@ -14,7 +18,7 @@ export const FIELDS = [
   { name: "presence_penalty", label: "Presence penalty", group: "Sampling", step: 0.1, fallback: "0" },
   { name: "frequency_penalty", label: "Frequency penalty", group: "Sampling", step: 0.1, fallback: "0" },
   { name: "repetition_penalty", label: "Repetition penalty", group: "Sampling", step: 0.1, fallback: "1" },
-  { name: "max_tokens", label: "Max tokens", group: "Sampling", step: 1, fallback: "the API's" },
+  { name: "max_tokens", label: "Max tokens", group: "Sampling", step: 1, fallback: `${MAX_TOKENS}, this page's` },
   { name: "seed", label: "Seed", group: "Sampling", step: 1, fallback: "random" },
   { name: "stop", label: "Stop at", group: "Sampling", kind: "text", fallback: "nothing" },
   { name: "class", label: "Class", group: "Promise", kind: "text", fallback: "standard" },
@@ -61,11 +65,13 @@ export function bodyOf(mode, model, values, said) {
   /** @type {Record<string, any>} */
   const body = { model: model || undefined, stream: true, stream_options: { include_usage: true } };
   body[mode === "chat" ? "messages" : "prompt"] = said;
+  if (mode === "chat") body.max_tokens = MAX_TOKENS;
   /** @type {Record<string, any>} */
   const slo = {};
   for (const { name, kind, only } of FIELDS) {
     const value = values[name];
-    if (value === undefined || value === "" || value === false || (only && only !== mode)) continue;
+    // the system prompt is a message
+    if (name === "system" || value === undefined || value === "" || value === false || (only && only !== mode)) continue;
     if (name === "logprobs") Object.assign(body, mode === "chat" ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 });
     else if (name === "response_format") {
       body[name] = { type: "json_schema", json_schema: { name: "answer", schema: json(name, value) } };

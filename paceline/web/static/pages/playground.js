@@ -2,8 +2,11 @@
 import { h, signal, useEffect, useRef } from "../vendor/preact.js";
 import { ApiError, call, events, getJson, key, root } from "../lib/api.js";
 import { bodyOf, FieldError, FIELDS, fieldOf } from "../lib/fields.js";
+import { keep, openHere, setOpen } from "../lib/conversations.js";
 import { visible } from "../lib/format.js";
+import { repetition } from "../lib/repeats.js";
 import { asCurl, asPython } from "../lib/snippets.js";
+import { Conversations } from "./conversations.js";
 import { Copy } from "./copy.js";
 import { Outcome, Tokens } from "./outcome.js";
 import { Said } from "./said.js";
@@ -22,6 +25,9 @@ const turns = signal([]);
 const running = signal(null);
 /** @type {{ value: any }} the last refusal: text, field, when to come back */
 const refused = signal(null);
+/** id of the conversation, from its first answer on */
+const conversation = signal("");
+const REPEATS = "it repeats itself";
 const rawPath = signal("/v1/chat/completions");
 const rawBody = signal("");
 
@@ -56,7 +62,39 @@ function growing() {
   } };
 }
 
-const history = (earlier = turns.value) => earlier.filter((turn) => turn.plain).map(({ role, plain }) => ({ role, content: plain }));
+const plainOf = (earlier = turns.value) => earlier.filter((turn) => turn.plain).map(({ role, plain }) => ({ role, content: plain }));
+/** What the model is told before what comes next. */
+const history = (earlier = turns.value) => {
+  const system = values.value.system?.trim();
+  return [...(system ? [{ role: "system", content: system }] : []), ...plainOf(earlier)];
+};
+
+/** @param {string} plain @param {string} [sent] */
+const userTurn = (plain, sent = plain) => ({ role: "user", text: signal(visible(sent)), plain, sent: plain });
+
+function startAnew() {
+  turns.value = [];
+  conversation.value = "";
+  setOpen("");
+}
+
+/** Show a conversation that was kept. @param {import("../lib/conversations.js").Kept} told */
+function open({ id, system, turns: said }) {
+  mode.value = "chat";
+  values.value = { ...values.value, system };
+  turns.value = said.map(({ role, content }) => role === "user" ? userTurn(content)
+    : { role, how: "chat", path: "/v1/chat/completions", body: "", text: signal(visible(content)), plain: content, tokens: signal([]), outcome: signal(null) });
+  conversation.value = id;
+  setOpen(id);
+}
+
+function keepNow() {
+  const said = plainOf();
+  if (mode.value !== "chat" || !said.some(({ role }) => role === "assistant")) return;
+  conversation.value ||= crypto.randomUUID?.() ?? String(Date.now());
+  keep(conversation.value, values.value.system ?? "", said);
+  setOpen(conversation.value);
+}
 
 /** A field that is not JSON, beside it. @param {unknown} error */
 function tellOf(error) {
@@ -84,8 +122,46 @@ async function send() {
     tellOf(error);
     return;
   }
-  const asked = { role: "user", text: signal(visible(how === "raw" ? `POST ${path}` : text)), plain: how === "chat" ? text : "", sent: text };
+  const asked = { ...userTurn(text, how === "raw" ? `POST ${path}` : text), plain: how === "chat" ? text : "" };
   await ask(how, path, body, [...turns.value, asked], how === "raw" ? "" : text, []);
+}
+
+/** Ask once more for the last answer. @param {any} turn */
+async function retry(turn) {
+  const at = turns.value.indexOf(turn);
+  if (running.value || at < 1) return;
+  refused.value = null;
+  const earlier = turns.value.slice(0, at);
+  try {
+    const body = JSON.stringify(bodyOf("chat", model.value, values.value, history(earlier)));
+    await ask("chat", "/v1/chat/completions", body, earlier, "", []);
+  } catch (error) {
+    tellOf(error);
+  }
+}
+
+/** Take a message back to write it anew; what was said since goes. @param {any} turn */
+function edit(turn) {
+  const at = turns.value.indexOf(turn);
+  if (running.value || at < 0) return;
+  draft.value = turn.plain;
+  turns.value = turns.value.slice(0, at);
+  /** @type {HTMLElement | null} */ (document.querySelector(".ask textarea"))?.focus();
+}
+
+/** Go on with an answer from its end. @param {any} turn */
+async function goOnFromEnd(turn) {
+  const at = turns.value.indexOf(turn);
+  if (running.value || at < 1) return;
+  refused.value = null;
+  const earlier = turns.value.slice(0, at);
+  try {
+    const body = bodyOf("chat", model.value, values.value, [...history(earlier), { role: "assistant", content: turn.plain }]);
+    Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
+    await ask("chat", "/v1/chat/completions", JSON.stringify(body), earlier, "", [{ token: turn.plain, logprob: 0, top_logprobs: [], whole: true }]);
+  } catch (error) {
+    tellOf(error);
+  }
 }
 
 /**
@@ -150,6 +226,7 @@ async function ask(how, path, body, earlier, text, known) {
     outcome.total = performance.now() - began;
     answer.outcome.value = outcome;
     running.value = null;
+    keepNow();
   }
 }
 
@@ -158,7 +235,9 @@ async function ask(how, path, body, earlier, text, known) {
  * @param {number} began @param {any[]} known
  */
 async function read(response, answer, grown, thought, outcome, began, known) {
-  const tokens = [...known];
+  // an answer that goes on from its end was shown as one piece
+  const tokens = known.filter(({ whole }) => !whole);
+  const repeats = tokens.length < known.length || answer.how !== "chat" ? () => false : repetition();
   for await (const event of events(response)) {
     if (event.error) throw new ApiError(event.error.code ?? 500, event.error.message, event.error.param, 0);
     if (event.usage) outcome.usage = event.usage;
@@ -176,6 +255,7 @@ async function read(response, answer, grown, thought, outcome, began, known) {
     if (piece) {
       answer.plain += piece;
       grown.add(piece);
+      if (repeats(piece)) running.value?.abort(REPEATS);
     }
     for (const each of choice.logprobs?.content ?? []) tokens.push(each);
     const old = choice.logprobs?.tokens ?? [];
@@ -195,7 +275,7 @@ async function read(response, answer, grown, thought, outcome, began, known) {
  */
 function fail(error, abort, answer, before, text, outcome, how) {
   if (abort.signal.aborted) {
-    outcome.finish = "stopped by you";
+    outcome.finish = abort.signal.reason === REPEATS ? `stopped, as ${REPEATS}` : "stopped by you";
     return;
   }
   if (!(error instanceof ApiError) && !(error instanceof TypeError) && !(error instanceof SyntaxError)) throw error;
@@ -242,16 +322,17 @@ function Input({ field }) {
   const changed = value !== "" && value !== standard;
   const shared = { value, placeholder: standard, "aria-invalid": at ? "true" : undefined, "aria-describedby": at ? `bad-${name}` : undefined,
     onInput: (/** @type {any} */ event) => set(event.target.value) };
-  return h("div", { class: kind === "code" ? "wide" : undefined },
+  const isWide = kind === "code" || kind === "lines";
+  return h("div", { class: isWide ? "wide" : undefined },
     h("label", { class: changed ? "changed" : undefined }, h("span", null, label),
-      kind === "code" ? h("textarea", { class: "code", rows: 4, spellcheck: false, ...shared })
+      isWide ? h("textarea", { class: kind === "code" ? "code" : undefined, rows: kind === "code" ? 4 : 3, spellcheck: kind === "lines", ...shared })
         : h("input", { type: kind === "number" ? "number" : "text", step: "any", ...shared })),
     at && h("div", { class: "error", role: "alert", id: `bad-${name}` }, visible(at.message)));
 }
 
 function Settings() {
-  const groups = ["Sampling", "Promise", "Tell", "Shape"];
-  const titles = { Sampling: "Sampling", Promise: "What this request needs", Tell: "What to tell", Shape: "Tools and shape" };
+  const groups = ["Talk", "Sampling", "Promise", "Tell", "Shape"];
+  const titles = { Talk: "Conversation", Sampling: "Sampling", Promise: "What this request needs", Tell: "What to tell", Shape: "Tools and shape" };
   return h("aside", { "aria-label": "Settings of the next request" }, groups.map((group) => {
     const own = FIELDS.filter((field) => field.group === group && (!field.only || field.only === mode.value));
     return own.length > 0 && h("fieldset", { key: group },
@@ -268,17 +349,23 @@ function Turn({ turn }) {
     turn.thought?.value && h("details", { class: "thought" }, h("summary", null, "Thoughts"), h("div", { class: "said" }, turn.thought)),
     tokens.length ? h(Tokens, { tokens, goOn: turn.how === "raw" ? undefined : (index, other) => goOn(turn, index, other) })
       : turn.role === "assistant" && turn.how === "chat" ? h(Said, { text: turn.text }) : h("div", { class: "said" }, turn.text),
-    turn.outcome?.value && [h(Outcome, { told: turn.outcome.value }), h(Copies, { turn })]);
+    turn.outcome?.value && h(Outcome, { told: turn.outcome.value }),
+    turn.role === "user" ? turn.plain && h("div", { class: "copies" }, h("button", { type: "button", class: "copy", disabled: !!running.value, onClick: () => edit(turn) }, "Edit"))
+      : (turn.outcome?.value || !turn.body) && h(Copies, { turn }));
 }
 
 /** The answer, and the request that it came of as a program. @param {{ turn: any }} props */
 function Copies({ turn }) {
   const { how, path, body } = turn;
   const keyed = key.value !== "";
+  const isLast = turns.value.at(-1) === turn && how === "chat" && !running.value;
+  const finish = turn.outcome?.value?.finish ?? "";
   return h("div", { class: "copies" },
+    isLast && turn.plain && (finish === "length" || finish.startsWith("stopped")) && h("button", { type: "button", class: "copy", onClick: () => goOnFromEnd(turn) }, "Go on"),
+    isLast && h("button", { type: "button", class: "copy", onClick: () => retry(turn) }, "Retry"),
     h(Copy, { label: "Copy", about: " the answer", text: () => turn.plain || turn.text.value }),
-    h(Copy, { label: "As curl", about: ", the request", text: () => asCurl(root, path, body, keyed) }),
-    how !== "raw" && h(Copy, { label: "As Python", about: ", the request", text: () => asPython(root, path, body, keyed) }));
+    body && h(Copy, { label: "As curl", about: ", the request", text: () => asCurl(root, path, body, keyed) }),
+    body && how !== "raw" && h(Copy, { label: "As Python", about: ", the request", text: () => asPython(root, path, body, keyed) }));
 }
 
 function Ask() {
@@ -301,7 +388,7 @@ function Ask() {
       running.value
         ? h("button", { type: "button", class: "main", onClick: () => running.value?.abort() }, "Stop")
         : h("button", { type: "submit", class: "main" }, "Send"),
-      turns.value.length > 0 && !running.value && h("button", { type: "button", onClick: () => (turns.value = []) }, "Clear"),
+      turns.value.length > 0 && !running.value && h("button", { type: "button", onClick: startAnew }, mode.value === "chat" ? "New" : "Clear"),
       h("span", { class: "quiet" }, running.value ? "Esc stops" : raw ? "Ctrl+Enter sends" : "Enter sends, Shift+Enter begins a line")));
 }
 
@@ -350,6 +437,10 @@ export function Playground() {
     learn();
   }, [key.value]);
   useEffect(() => {
+    const here = openHere();
+    if (here && !turns.value.length) open(here);
+  }, []);
+  useEffect(() => {
     const stop = (/** @type {KeyboardEvent} */ event) => event.key === "Escape" && running.value?.abort();
     addEventListener("keydown", stop);
     return () => removeEventListener("keydown", stop);
@@ -359,6 +450,7 @@ export function Playground() {
       h("h1", { class: "hidden" }, "Playground"),
       h("div", { class: "modes", role: "group", "aria-label": "Kind of request" }, MODES.map(([name, title]) =>
         h("button", { type: "button", "aria-pressed": String(mode.value === name), onClick: () => (mode.value = name) }, title))),
+      mode.value === "chat" && h(Conversations, { open: conversation.value, choose: open, gone: (id) => id === conversation.value && startAnew(), idle: !running.value }),
       h(Turns, null),
       h(Refusal, null),
       h(Ask, null)),
