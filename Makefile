@@ -60,14 +60,14 @@ test-ui: $(READY) ## the page at /ui in Chromium, which apt-get installs, its bu
 	@$(PYTEST) --no-skips tests/ui tests/web/test_page.py tests/client/test_typescript.py
 
 test-services: $(READY) ## tests with a real Redis and a real Prometheus, which apt-get installs
-	@scripts/test-services redis-server:redis-server prometheus:prometheus
+	@scripts/test-services redis-server:redis-server prometheus:prometheus nginx:nginx-light
 	@$(PYTEST) --no-skips -m "services and not thorough"
 
 test-thorough: $(READY) model ## what takes long: more cases, seeds, models and kernels than make test has
 	@scripts/test-services qemu-x86_64:qemu-user redis-server:redis-server && $(PYTEST) $(TWO) --hypothesis-profile thorough -m "thorough or hypothesis"
 
 test-docs: $(READY) model docs ## the docs site in Chromium, and every example of the pages that is marked `run`
-	@scripts/test-services chromium:chromium && $(PYTEST) --no-skips tests/docs
+	@scripts/test-services chromium:chromium nginx:nginx-light && $(PYTEST) --no-skips tests/docs
 
 test-all: test test-ui test-services test-thorough test-wheel test-docs ## all of these, and the wheel as strangers would install it
 
