@@ -35,7 +35,7 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "routing": (1_986, ("routing/**/*",), 1_200),
     "server, web": (21_261, ("server/**/*", "web/**/*"), 18_900),
     "gateway": (12_529, ("gateway/**/*",), 8_300),
-    "vllm": (1_699, ("vllm/**/*",), 1_700),
+    "vllm": (1_700, ("vllm/**/*",), 1_700),
     "quantize": (2_106, ("quantize/**/*",), 1_100),
     "client": (1_837, ("client/**/*",), 1_800),
     "bench": (2_070, ("bench/**/*",), 1_200),

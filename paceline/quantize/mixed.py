@@ -1,4 +1,4 @@
-"""Which matrices of a model get more than four bits, by what each costs and how large it is.
+"""Choice of the matrices that get more than four bits, by what each costs and how large it is.
 
 What a product costs is measured: with its weights alone rounded to the nearest in 4 bits, how far
 are the model's answers from what they were? Between 4, 5 and 8 bits the cost falls with the square

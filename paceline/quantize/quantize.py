@@ -49,7 +49,7 @@ Measured = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What was done."""
+    """Outcome of a run."""
 
     seconds: float
     bytes_before: int

@@ -43,7 +43,7 @@ class Refusal(NamedTuple):
 
 
 class Fate(NamedTuple):
-    """What became of a request so far: a refusal, or its timeline."""
+    """State of a request so far: a refusal, or its timeline."""
 
     refusal: Refusal | None
     timeline: Timeline | None
@@ -74,7 +74,7 @@ class Counts:
 
 
 class Pacer:
-    """See the module. ``find`` returns vLLM's own request by its id."""
+    """The core and its counts, see the module. ``find`` returns vLLM's own request by its id."""
 
     def __init__(
         self,

@@ -46,7 +46,8 @@ _log: Final = logging.getLogger(__name__)
 
 
 class PacedScheduler(AsyncScheduler):
-    """See the module. Made by vLLM's engine process. The benchmark replaces the two clocks.
+    """vLLM's scheduler, which carries the core's plans out. Made by vLLM's engine process. The
+    benchmark replaces the two clocks.
 
     Raises:
         ConfigError: this vLLM lacks a name that is used, or a setting or feature is refused.

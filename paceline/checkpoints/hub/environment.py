@@ -1,4 +1,4 @@
-"""Where the hub's files and the user's token are, by the variables that Hugging Face's tools read.
+"""Folders of the hub's files and of the user's token, by the variables of Hugging Face's tools.
 
 ::
 

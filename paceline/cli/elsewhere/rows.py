@@ -35,7 +35,7 @@ _FALSE: Final = ("false", "0", "off", "no")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one flag becomes."""
+    """Meaning of one flag here."""
 
     # arguments of the command here
     args: tuple[str, ...] = ()
