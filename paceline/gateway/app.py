@@ -24,7 +24,7 @@ from paceline.gateway.admin import AdminRoutes, as_json
 from paceline.gateway.billing.admission import Admission, Admitted, tokens_of
 from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.cascade.runner import Asked, Cascades
+from paceline.gateway.cascade.asked import NO_CASCADES, Asked, NoCascades
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
 from paceline.gateway.proxy.context import NO_NOTE, Allowed, RequestContext, salt_of
@@ -109,7 +109,7 @@ class Gateway:
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self.policy = data_policy(config)
-        self._cascades = Cascades(self, config)
+        self._cascades = _cascades(self, config, NO_CASCADES)
         self._admin = AdminRoutes(self)
         self.stored = StoredObjects(self)
         self._counting = Counting(self, self.stored)
@@ -199,14 +199,14 @@ class Gateway:
             route = await self.stored.bound(route, body, tenant)
         allowed = Allowed.parse(incoming.headers.get(b"x-paceline-allow"))
         asked = Asked(incoming, body, size, tokens, route, allowed)
-        judge = self._cascades.find(path, body, route)
-        if judge is None:
+        answer = self._cascades.find(path, body, route)
+        if answer is None:
             await self.relay(asked)
             return
         # the gateway does not end between the two models
         self.in_flight += 1
         try:
-            await self._cascades.answer(judge, asked)
+            await answer(asked)
         finally:
             self._note_end()
 
@@ -328,7 +328,7 @@ class Gateway:
         """Switch to another configuration and return the changes in words. Running requests end
         under the old one."""
         before, policy = self.config, data_policy(config)
-        cascades = Cascades(self, config, self._cascades)
+        cascades = _cascades(self, config, self._cascades)
         told = await self.upstreams.change(config)
         if config.models != before.models:
             names = ", ".join(model.name for model in config.models) or "those of the engines"
@@ -394,6 +394,16 @@ class Gateway:
         upstream.drain(on=drain, now=self.now())
         _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
         return as_json(200, {"engine": name, "draining": drain, "requests": len(upstream.running)})
+
+
+def _cascades(gateway: Gateway, config: GatewayConfig, before: NoCascades) -> NoCascades:
+    """Return the cascades of a configuration. Raises ConfigError."""
+    if all(model.cascade is None for model in config.models):
+        return NO_CASCADES
+    # NumPy comes with it
+    from paceline.gateway.cascade.runner import Cascades
+
+    return Cascades(gateway, config, before)
 
 
 def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:

@@ -5,5 +5,6 @@
     runner     which model a request goes to, and in what order
     judge      scores and thresholds of one model, by its calibration
     prompt     what a request asks        answer   what a model said
+    asked      a request as it comes, and what stands where there is no cascade
     gate       a stream whose first tokens are held back
 """

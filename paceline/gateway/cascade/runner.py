@@ -16,14 +16,14 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Mapping
+from functools import partial
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ConfigError, RequestError
-from paceline.gateway.billing.spending import Spending
 from paceline.gateway.cascade.answer import (
     events_of,
     read_said,
@@ -31,29 +31,33 @@ from paceline.gateway.cascade.answer import (
     with_logprobs,
     without_logprobs,
 )
+from paceline.gateway.cascade.asked import (
+    NO_CASCADES,
+    Answering,
+    Asked,
+    NoCascades,
+    Relaying,
+    Usage,
+)
 from paceline.gateway.cascade.gate import OpenGate, PrefixGate, WholeGate, behind
 from paceline.gateway.cascade.judge import Decision, Judge
 from paceline.gateway.cascade.prompt import Prompt, read_prompt
-from paceline.gateway.observability.metrics import GatewayMetrics
-from paceline.gateway.proxy.context import NO_NOTE, Allowed
+from paceline.gateway.proxy.context import Allowed
 from paceline.gateway.proxy.response import cascade_header
 from paceline.gateway.proxy.upstream_request import CHAT
 from paceline.gateway.requests.body import Body
-from paceline.gateway.requests.incoming import IncomingRequest
-from paceline.gateway.requests.prompt_size import PromptSize
-from paceline.gateway.routing.routes import Endpoint, Route, Routes
+from paceline.gateway.routing.routes import Route
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.prices import Used, show_amount
 from paceline.http.errors import HttpError
 from paceline.http.sse import SSE, STREAM_HEADERS
 from paceline.http.upstream import Headers
-from paceline.routing import Demand
+from paceline.routing.cascade import Conversations
 
-__all__ = ["Asked", "Cascades", "Relaying"]
+__all__ = ["Cascades"]
 
 _log = logging.getLogger("paceline.gateway")
 
-_Usage = Sequence[tuple[Endpoint, Used]]
 # statuses with which engines refuse a field
 _REFUSED_FIELD: Final = (400, 422, 501)
 # an engine or a budget cannot serve a request
@@ -64,35 +68,7 @@ _EVENTS: Final[Headers] = [
 ]
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """One request, as far as it was read."""
-
-    incoming: IncomingRequest
-    body: Body
-    size: PromptSize
-    # estimated tokens of the prompt
-    tokens: float
-    # route of the model that was asked for
-    route: Route
-    allowed: Allowed
-
-
-class Relaying(Protocol):
-    """The relaying of requests, and what is known of engines: ``Gateway``."""
-
-    routes: Routes
-    metrics: GatewayMetrics
-    spending: Spending
-    now: Callable[[], float]
-
-    async def relay(self, asked: Asked, note: Mapping[str, Any] = NO_NOTE) -> _Usage:
-        """Reserve what a request may use, relay it, settle, and return its usage."""
-        ...
-
-    def demand_of(self, asked: Asked) -> Demand: ...
-
-
-class Cascades:
+class Cascades(NoCascades):
     """Cascades of one configuration. Raises ConfigError if a calibration cannot be used.
 
     Args:
@@ -100,7 +76,7 @@ class Cascades:
     """
 
     def __init__(
-        self, gateway: Relaying, config: GatewayConfig, before: Cascades | None = None
+        self, gateway: Relaying, config: GatewayConfig, before: NoCascades = NO_CASCADES
     ) -> None:
         self._gateway = gateway
         self._judges = {
@@ -108,20 +84,24 @@ class Cascades:
             for model in config.models
             if model.cascade is not None
         }
-        for name, judge in (before._judges if before is not None else {}).items():
+        for name, conversations in before.conversations.items():
             if name in self._judges:
                 # conversations outlast a reload
-                self._judges[name].conversations = judge.conversations
+                self._judges[name].conversations = conversations
         # models whose calibration was found not to hold, so that the log says it once
         self._told: set[str] = set()
 
-    def find(self, path: str, body: Body, route: Route) -> Judge | None:
-        """Return the judge of a request; None: it goes to its model as all others do."""
+    @property
+    def conversations(self) -> Mapping[str, Conversations]:
+        return {name: judge.conversations for name, judge in self._judges.items()}
+
+    def find(self, path: str, body: Body, route: Route) -> Answering | None:
         judge = self._judges.get(route.model)
-        return judge if path == CHAT and body.n == 1 and not body.resumed else None
+        if judge is None or path != CHAT or body.n != 1 or body.resumed:
+            return None
+        return partial(self.answer, judge)
 
     def check(self) -> None:
-        """Raise ConfigError if an engine has another model than a calibration was made with."""
         for judge in self._judges.values():
             routes = self._gateway.routes
             small = routes.find(judge.config.small, 0.0)
@@ -298,7 +278,7 @@ class _Run:
         else:
             self._count(usage, kept=False)
 
-    async def _ask(self, small: Route, body: Body) -> tuple[WholeGate, _Usage]:
+    async def _ask(self, small: Route, body: Body) -> tuple[WholeGate, Usage]:
         gate = WholeGate()
         incoming = behind(self._asked.incoming, gate)
         # a budget that is too small for this model is too small for the large one
@@ -314,7 +294,7 @@ class _Run:
         )  # fmt: skip
 
     async def _send_whole(
-        self, gate: WholeGate, decision: Decision, small: Route, usage: _Usage
+        self, gate: WholeGate, decision: Decision, small: Route, usage: Usage
     ) -> None:
         """Send the small model's answer."""
         asked, told = self._asked, decision.note("small", small.model)
@@ -372,7 +352,7 @@ class _Run:
         await self.large(decision, "escalated")
 
     async def _no_prefix(
-        self, task: asyncio.Future[_Usage], gate: PrefixGate, prompt: Prompt, small: Route
+        self, task: asyncio.Future[Usage], gate: PrefixGate, prompt: Prompt, small: Route
     ) -> None:
         """Go on where the small model's engine has refused the request, or failed."""
         try:
@@ -386,7 +366,7 @@ class _Run:
 
     # ---------------------------------------------------------------- money
 
-    def _count(self, usage: _Usage, *, kept: bool) -> None:
+    def _count(self, usage: Usage, *, kept: bool) -> None:
         """Count what the small model has saved, or wasted."""
         metrics, model = self._gateway.metrics, self._judge.model
         if not kept:

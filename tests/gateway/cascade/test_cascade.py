@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +374,13 @@ async def test_requests_at_once_are_decided_each_by_itself(tmp_path: Path) -> No
         await until(lambda: is_clean(gateway))
         status = json.loads((await http.get("/status")).content)
         assert status["in_flight"] == 0
+
+
+def test_a_gateway_without_cascades_loads_no_numpy() -> None:
+    code = (
+        "import sys; from paceline.gateway import EngineConfig, Gateway, GatewayConfig\n"
+        "from paceline.http.keys import KeyRing\n"
+        "engine = EngineConfig(name='e', url='http://h')\n"
+        "Gateway(GatewayConfig(engines=(engine,)), KeyRing(())); assert 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

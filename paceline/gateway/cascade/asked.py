@@ -1,0 +1,79 @@
+"""A request as a cascade gets it, and what stands where no model has a cascade.
+
+NumPy is imported with the decision itself, so a gateway without cascades never loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+
+from paceline.gateway.billing.spending import Spending
+from paceline.gateway.observability.metrics import GatewayMetrics
+from paceline.gateway.proxy.context import NO_NOTE, Allowed
+from paceline.gateway.requests.body import Body
+from paceline.gateway.requests.incoming import IncomingRequest
+from paceline.gateway.requests.prompt_size import PromptSize
+from paceline.gateway.routing.routes import Endpoint, Route, Routes
+from paceline.gateway.settings.prices import Used
+from paceline.routing import Demand
+
+if TYPE_CHECKING:
+    from paceline.routing.cascade import Conversations
+
+__all__ = ["NO_CASCADES", "Answering", "Asked", "NoCascades", "Relaying", "Usage"]
+
+Usage = Sequence[tuple[Endpoint, Used]]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One request, as far as it was read."""
+
+    incoming: IncomingRequest
+    body: Body
+    size: PromptSize
+    # estimated tokens of the prompt
+    tokens: float
+    # route of the model that was asked for
+    route: Route
+    allowed: Allowed
+
+
+class Relaying(Protocol):
+    """The relaying of requests, and what is known of engines: ``Gateway``."""
+
+    routes: Routes
+    metrics: GatewayMetrics
+    spending: Spending
+    now: Callable[[], float]
+
+    async def relay(self, asked: Asked, note: Mapping[str, Any] = NO_NOTE) -> Usage:
+        """Reserve what a request may use, relay it, settle, and return its usage."""
+        ...
+
+    def demand_of(self, asked: Asked) -> Demand: ...
+
+
+# answers a request, by one model or both
+Answering = Callable[[Asked], Awaitable[None]]
+
+
+class NoCascades:
+    """Cascades of a configuration without any."""
+
+    @property
+    def conversations(self) -> Mapping[str, Conversations]:
+        """Conversations that were handed to the large model, by model."""
+        return {}
+
+    def find(self, path: str, body: Body, route: Route) -> Answering | None:
+        """Return what answers a request; None: it goes to its model as all others do."""
+        return None
+
+    def check(self) -> None:
+        """Raise ConfigError if an engine has another model than a calibration was made with."""
+
+
+NO_CASCADES: Final = NoCascades()
