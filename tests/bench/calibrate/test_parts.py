@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ from paceline.bench.calibrate.curves import (
 )
 from paceline.bench.calibrate.labels import Check, Label, read_labels
 from paceline.errors import ConfigError
+from tests.gateway.fault_server import Step, scripted
 
+GRADED = Step()
 GOOD = "import json, sys; sys.exit(0 if json.load(sys.stdin)['answer'] == 'yes' else 1)"
 
 
@@ -147,3 +150,23 @@ def test_an_interval_has_its_figure_and_narrows_with_more_prompts() -> None:
         assert found.low < found.value < found.high
         widths.append(found.high - found.low)
     assert widths[1] < 0.5 * widths[0]
+
+
+@pytest.mark.parametrize(("said", "found"), [("8/10", 0.8), ("Grade: 10.", 1.0), ("hm, 42", None)])
+async def test_a_judge_grades_from_0_to_10(said: str, found: float | None) -> None:
+    asked: list[Any] = []
+
+    def grade(body: Any) -> Any:
+        asked.append(body)
+        return {"choices": [{"message": {"role": "assistant", "content": said}}]}
+
+    async with scripted(GRADED, pages={"/v1/chat/completions": grade}) as engine:
+        check = Check(judge=f"{engine.url}/v1", model="grader")
+        label = Label(check=check, prompt="What is blue?")
+        if found is None:
+            with pytest.raises(CheckFailedError, match="no grade from 0 to 10, but 'hm, 42'"):
+                await asyncio.to_thread(quality, label, "the sky")
+        else:
+            assert await asyncio.to_thread(quality, label, "the sky") == found
+    assert asked[0]["model"] == "grader"
+    assert "What is blue?\n\nAnswer:\nthe sky" in asked[0]["messages"][0]["content"]

@@ -65,18 +65,26 @@ def post(
     return http.post(path, json=body, headers=headers)
 
 
+ASKED = {
+    "fault": st.sampled_from(sorted(FAULTS)),
+    "mode": st.sampled_from(["route", "cascade", "prefix"]),
+    "reason": st.sampled_from(REASONS),
+    "stream": st.booleans(),
+    "model": st.sampled_from(["chat", "far", "small", "own"]),
+}
+
+
 @settings(max_examples=25, deadline=None)
-@given(
-    fault=st.sampled_from(sorted(FAULTS)),
-    mode=st.sampled_from(["route", "cascade", "prefix"]),
-    reason=st.sampled_from(REASONS),
-    stream=st.booleans(),
-    model=st.sampled_from(["chat", "far", "small", "own"]),
-)
-def test_no_byte_reaches_a_cloud_under_any_fault(
-    fault: str, mode: Any, reason: tuple[str, str, str], stream: bool, model: str
-) -> None:
-    asyncio.run(_no_byte(fault, mode, reason, stream, model))
+@given(**ASKED)
+def test_no_byte_reaches_a_cloud_under_any_fault(**asked: Any) -> None:
+    asyncio.run(_no_byte(**asked))
+
+
+@pytest.mark.thorough
+@settings(max_examples=500, deadline=None)
+@given(**ASKED)
+def test_no_byte_reaches_a_cloud_under_any_fault_at_length(**asked: Any) -> None:
+    asyncio.run(_no_byte(**asked))
 
 
 async def _no_byte(
