@@ -17,12 +17,14 @@ logits are compared with float32 of the same file. ``llama.cpp`` among the forma
 tools make of the twin: Q4_1 with an importance matrix of the calibration text, as many bytes, and
 served here like the others. The file's speed is compared with the published one's, in turns.
 
+``killed``: the command is killed once half of the layers are done, and run again.
+
 ``rtn`` is ``--dtype q4`` of the 16-bit file, which rounds each group of weights between its minimum
 and maximum while loading. No setting of the command was chosen by ``gate``, ``third`` or the
 questions.
 
-The last line is JSON. PARTS=texts,peer,chat chooses; QUICK=1: the gate's text alone. FOLDER=PATH
-keeps the files there, and does not make those again that an earlier run left.
+The last line is JSON. PARTS=texts,killed,peer,chat chooses; QUICK=1: the gate's text alone.
+FOLDER=PATH keeps the files there, and does not make those again that an earlier run left.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import OWN_BITS
 from paceline.bench.machine import machine
 from paceline.checkpoints.hub.resolve import find_local
+from paceline.checkpoints.open import open_checkpoint
 from paceline.engine.text.tokenizer import load_tokenizer
 from paceline.quantize.check import (
     CHUNK,
@@ -69,7 +72,7 @@ from paceline.quantize.text import CHAT, calibration_windows
 
 MODEL: Final = "smollm2-135m"
 QUICK: Final = bool(os.environ.get("QUICK"))
-ALL_PARTS: Final = ("texts", "peer", "chat")
+ALL_PARTS: Final = ("texts", "killed", "peer", "chat")
 PARTS: Final = (os.environ.get("PARTS") or ("texts" if QUICK else ",".join(ALL_PARTS))).split(",")
 SHAPE: Final = (WINDOWS, WINDOW)
 
@@ -107,6 +110,35 @@ def quantized(source: Path, target: Path, *options: str) -> dict[str, float]:
     }
     noted.write_text(json.dumps(run))
     return run
+
+
+def killed_at_half(source: Path, target: Path, layers: int) -> dict[str, float]:
+    """Kill the command once half of the layers are done, run it again, and return the seconds of
+    both. Raises RuntimeError where the first ends by itself."""
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli.main",
+        "quantize",
+        str(source),
+        "-o",
+        str(target),
+    ]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line.startswith(f"layer {layers // 2} of {layers},"):
+                first.kill()
+                break
+        else:
+            raise RuntimeError(f"{target} was written before half of {layers} layers were seen")
+    middle = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return {
+        "until_killed_s": round(middle - began, 1),
+        "second_run_s": round(time.monotonic() - middle, 1),
+    }
 
 
 def distances(
@@ -189,6 +221,12 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
             f"{run['peak_mb']} MB of memory, {run['file_mb']} MB of file",
             flush=True,
         )
+    if "killed" in PARTS:
+        target, whole = folder / "twin-killed.gguf", formats["q4"][0]
+        layers = open_checkpoint(twin).config.num_hidden_layers
+        results["killed"] = killed_at_half(twin, target, layers)
+        results["killed"]["equal_bytes"] = target.read_bytes() == whole.read_bytes()
+        print(f"killed at half, in seconds: {results['killed']}", flush=True)
     if "peer" in PARTS:
         with unmeasured.part("llama.cpp"):
             peer = llama_cpp(twin)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -10,11 +12,13 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.quantize import speed
+from benchmarks.quantize.__main__ import killed_at_half
 from benchmarks.quantize.peer import read_by_peer
 from benchmarks.quantize.speed import speed_ratio
 from paceline.backends.native import unavailable_reason
 from paceline.quantize.check import REFERENCE, build, forward_of
 from tests.backends.torch.models import VOCAB, save_model
+from tests.quantize.test_folder import folder_of
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"native kernels: {unavailable_reason()}"
@@ -57,6 +61,17 @@ def test_how_far_a_peers_logits_are(folder: Path, windows: NDArray[np.int64]) ->
     assert abs(same.kl) < 1e-6 and same.top1 > 0.99
     # half the variance of the noise
     assert other.kl == pytest.approx(0.005, rel=0.2)
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_killed_at_half_writes_the_same(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model")
+    command = [sys.executable, "-m", "paceline.cli.main", "quantize", str(folder)]
+    subprocess.run([*command, "-o", str(tmp_path / "whole.gguf")], check=True)
+    took = killed_at_half(folder, tmp_path / "killed.gguf", 3)
+    assert min(took.values()) > 0
+    assert (tmp_path / "killed.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert not list(tmp_path.glob("*.parts"))
 
 
 def test_the_faster_side(
