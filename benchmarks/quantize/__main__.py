@@ -173,12 +173,17 @@ def as_json(figures: Figures) -> dict[str, float]:
 def chat(
     twin: Path, formats: dict[str, tuple[Path, str]], published: Path
 ) -> dict[str, dict[str, Any]]:
-    """Return the chat gate's figures by format."""
-    threads = choose_threads(None)
-    read = read_chat(twin, formats, QUESTIONS, threads)
-    kept = read_chat(published, {"published": (published, "q4/int8")}, QUESTIONS, threads)
-    found = {name: judged(answers, ROUNDED) for name, answers in read.items()}
-    return found | {name: judged(answers, KEPT) for name, answers in kept.items()}
+    """Return the chat gate's figures by format, and print them."""
+    threads, found = choose_threads(None), {}
+    for source, others, limits in (
+        (twin, formats, ROUNDED),
+        (published, {"published": (published, "q4/int8")}, KEPT),
+    ):
+        read = read_chat(source, others, QUESTIONS, threads)
+        judgements = {name: judged(answers, limits) for name, answers in read.items()}
+        show(judgements)
+        found |= judgements
+    return found
 
 
 def main() -> int:
@@ -244,7 +249,6 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
         show_texts(results["twin"])
     if "chat" in PARTS:
         results["chat_gate"] = chat(twin, formats, published)
-        show(results["chat_gate"])
     return results
 
 
