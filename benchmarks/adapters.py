@@ -150,7 +150,8 @@ def measure(model: NativeModel, adapters: Sequence[NativeAdapter]) -> dict[str, 
         if distinct > len(uses):
             continue
         rows = Rows(model, count, 1, CONTEXT)
-        chosen = [uses[row % distinct] for row in range(count)]
+        # rows of one adapter lie next to each other, as ModelRunner sorts them
+        chosen = [uses[row * distinct // count] for row in range(count)]
         found[name] = ratio(lambda rows=rows, chosen=chosen: rows(chosen), lambda r=rows: r(None))  # type: ignore[misc]
     prompt = Rows(model, 1, PROMPT, PROMPT)
     found["prompt_192"] = ratio(lambda: prompt(uses[:1]), lambda: prompt(None))

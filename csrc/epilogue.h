@@ -32,44 +32,61 @@ PL_INLINE vf gated_product(const GemmArgs& g, vf gate, vf up) {
 // Most rows of a tile, for what adapters add to them.
 constexpr int kMostTileRows = 16;
 
-// The second of an adapter's two products, for N rows that share it.
+// The second of an adapter's two products, for N rows that share it. Sums are of even and of odd ranks apart where there
+// are registers for that: one chain alone would wait for itself. A row's sums are the same for every N.
 template <int N, bool Floats>
 static void expand_rows(const RowAdapter* rows, const AdapterPanel& panel, Sums* added) {
-  vf acc[2 * N];
+  constexpr int chains = PL_LEVEL >= 2 ? 2 : 1;
+  vf acc[chains * 2 * N];
   PL_UNROLL
-  for (int i = 0; i < 2 * N; ++i) acc[i] = zero();
+  for (int i = 0; i < chains * 2 * N; ++i) acc[i] = zero();
   const uint8_t* b = panel.b;
   constexpr int64_t bytes = kPanel * (Floats ? 4 : 2);
-  for (int32_t k = 0; k < panel.rank; ++k, b += bytes) {
+  for (int32_t k = 0; k < panel.rank; k += chains) {
     // of the panel that follows
-    for (int64_t line = 0; line < bytes; line += 64) prefetch_l2(b + panel.rank * bytes + line);
-    vf b0, b1;
-    if constexpr (Floats) {
-      b0 = load(reinterpret_cast<const float*>(b));
-      b1 = load(reinterpret_cast<const float*>(b) + 16);
-    } else {
-      b0 = load_bf16(b);
-      b1 = load_bf16(b + 32);
-    }
+    for (int64_t line = 0; line < chains * bytes; line += 64) prefetch_l2(b + panel.rank * bytes + line);
     PL_UNROLL
-    for (int r = 0; r < N; ++r) {
-      acc[2 * r] = fma(b0, set1(rows[r].sums[panel.first[0] + k]), acc[2 * r]);
-      acc[2 * r + 1] = fma(b1, set1(rows[r].sums[panel.first[1] + k]), acc[2 * r + 1]);
+    for (int c = 0; c < chains; ++c, b += bytes) {
+      vf b0, b1;
+      if constexpr (Floats) {
+        b0 = load(reinterpret_cast<const float*>(b));
+        b1 = load(reinterpret_cast<const float*>(b) + 16);
+      } else {
+        b0 = load_bf16(b);
+        b1 = load_bf16(b + 32);
+      }
+      PL_UNROLL
+      for (int r = 0; r < N; ++r) {
+        vf* sums = acc + c * 2 * N + 2 * r;
+        sums[0] = fma(b0, set1(rows[r].sums[panel.first[0] + k + c]), sums[0]);
+        sums[1] = fma(b1, set1(rows[r].sums[panel.first[1] + k + c]), sums[1]);
+      }
     }
   }
   PL_UNROLL
   for (int r = 0; r < N; ++r) {
-    store(added[r], acc[2 * r]);
-    store(added[r] + 16, acc[2 * r + 1]);
+    store(added[r], chains == 2 ? add(acc[2 * r], acc[2 * N + 2 * r]) : acc[2 * r]);
+    store(added[r] + 16, chains == 2 ? add(acc[2 * r + 1], acc[2 * N + 2 * r + 1]) : acc[2 * r + 1]);
   }
+}
+
+template <int N, bool Floats>
+static void expand_some(const RowAdapter* rows, int count, const AdapterPanel& panel, Sums* added) {
+  if constexpr (N > 1) {
+    if (count < N) return expand_some<N - 1, Floats>(rows, count, panel, added);
+  }
+  expand_rows<N, Floats>(rows, panel, added);
 }
 
 template <bool Floats>
 static void expand_run(const RowAdapter* rows, int count, const AdapterPanel& panel, Sums* added) {
-  constexpr int most = PL_LEVEL >= 2 ? 4 : PL_LEVEL == 1 ? 2 : 1;
-  int r = 0;
-  for (; r + most <= count; r += most) expand_rows<most, Floats>(rows + r, panel, added + r);
-  for (; r < count; ++r) expand_rows<1, Floats>(rows + r, panel, added + r);
+  constexpr int most = PL_LEVEL >= 2 ? 6 : PL_LEVEL == 1 ? 2 : 1;
+  // equal parts rather than full ones and a thin rest
+  for (int parts = (count + most - 1) / most, r = 0; parts > 0; --parts) {
+    const int some = (count - r + parts - 1) / parts;
+    expand_some<most, Floats>(rows + r, some, panel, added + r);
+    r += some;
+  }
 }
 
 // What the adapters of a tile's rows add to a panel; rows without one are left as they are.

@@ -39,8 +39,14 @@ static void shrink_as(const float* x, int64_t n, const uint8_t* a, int64_t rank,
       PL_UNROLL
       for (int i = 0; i < 4; ++i) acc[i] = fma(x0, adapter_values<Floats>(a, i * 16), acc[i]);
     }
+    if (other) {
+      PL_UNROLL
+      for (int i = 0; i < 4; ++i) acc[i] = add(acc[i], acc[4 + i]);
+    }
+    float found[4];
+    hsum_four(acc, found);
     PL_UNROLL
-    for (int i = 0; i < 4; ++i) sums[k + i] = factor * scales[k + i] * hsum(other ? add(acc[i], acc[4 + i]) : acc[i]);
+    for (int i = 0; i < 4; ++i) sums[k + i] = factor * scales[k + i] * found[i];
   }
 }
 

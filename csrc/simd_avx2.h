@@ -41,6 +41,14 @@ PL_INLINE vf vabs(vf x) {
 PL_INLINE vf fma(vf x, vf y, vf z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
+// the sums of four
+PL_INLINE void hsum_four(const vf* a, float* out) {
+  __m256 half[4];
+  PL_UNROLL
+  for (int i = 0; i < 4; ++i) half[i] = _mm256_add_ps(a[i].a, a[i].b);
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
 PL_INLINE float hsum(vf x) {
   const __m256 y = _mm256_add_ps(x.a, x.b);
   __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));

@@ -22,6 +22,14 @@ PL_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 PL_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 PL_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
 PL_INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+// the sums of four
+PL_INLINE void hsum_four(const vf* a, float* out) {
+  __m256 half[4];
+  PL_UNROLL
+  for (int i = 0; i < 4; ++i) half[i] = _mm256_add_ps(_mm512_castps512_ps256(a[i]), _mm512_extractf32x8_ps(a[i], 1));
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
 PL_INLINE float hsum(vf a) { return _mm512_reduce_add_ps(a); }
 PL_INLINE float hmax(vf a) { return _mm512_reduce_max_ps(a); }
 PL_INLINE vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }

@@ -30,6 +30,11 @@ PL_INLINE vf vmax(vf a, vf b) { PL_LANES(vf, a.x[i] > b.x[i] ? a.x[i] : b.x[i]);
 PL_INLINE vf vmin(vf a, vf b) { PL_LANES(vf, a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
 PL_INLINE vf vabs(vf a) { PL_LANES(vf, __builtin_fabsf(a.x[i])); }
 PL_INLINE vf fma(vf a, vf b, vf c) { PL_LANES(vf, a.x[i] * b.x[i] + c.x[i]); }
+PL_INLINE float hsum(vf a);
+// the sums of four
+PL_INLINE void hsum_four(const vf* a, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = hsum(a[i]);
+}
 PL_INLINE float hsum(vf a) {
   float s = 0;
   for (float v : a.x) s += v;

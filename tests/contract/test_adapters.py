@@ -368,3 +368,29 @@ async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
             assert {key.partition("#")[0] for key in client.adapters} == {"a", "b"}
     finally:
         await client.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "counter"),
+    [
+        ({"preemption": "swap", "swap_bytes": 1 << 20}, "num_swapped_in_blocks"),
+        ({"preemption": "recompute"}, "num_recomputed_tokens"),
+        ({"speculative_config": {"method": "ngram"}, "num_blocks": 200}, "num_accepted_tokens"),
+    ],
+    ids=["swap", "recompute", "speculation"],
+)
+async def test_what_the_scheduler_does_changes_no_answer(
+    folder: Path, settings: dict[str, Any], counter: str
+) -> None:
+    names = ["base", *NAMES, *NAMES]
+    async with serving(folder) as (http, _, _):
+        wanted = [await say(http, name, max_tokens=70) for name in names]
+    more = {"num_blocks": 24, "future_memory_check": False}
+    async with serving(folder, **(more | settings)) as (http, client, _):
+        found = await asyncio.gather(*(say(http, name, max_tokens=70) for name in names))
+        assert found == wanted
+        assert getattr(client.stats.scheduler, counter) > 0
+        body = {"model": "b", "prompt": PROMPT, "n": 2, "max_tokens": 70, "temperature": 0,
+                "return_token_ids": True, "ignore_eos": True}  # fmt: skip
+        both = (await http.post("/v1/completions", json=body)).json()["choices"]
+        assert [each["token_ids"] for each in both] == [wanted[2], wanted[2]]

@@ -174,7 +174,7 @@ class ModelRunner:
             )
             drafts |= made
             drafting = time.monotonic() - began
-        sampled, logprobs, errors = self._execute(rows, slots, drafts)
+        sampled, logprobs, errors = self._execute_sorted(rows, slots, drafts)
         prompt_logprobs = self._take_prompt_logprobs(rows)
         forced = self._forced(plan.forces, rows, drafts, sampled) if plan.forces else ()
         return StepResult(
@@ -272,6 +272,27 @@ class ModelRunner:
             made[r] = tuple(self._tokens[slots[r].index, first : first + count].tolist())
         rows = [results[r] for r in planned]
         return made, tuple(row.caught_up for row in rows), tuple(row.behind for row in rows)
+
+    def _execute_sorted(
+        self,
+        rows: Sequence[ScheduledRow],
+        slots: Sequence[_Slot],
+        drafts: Mapping[int, Sequence[int]],
+    ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
+        """Run ``_execute`` with rows of one adapter next to each other, which share its matrices;
+        results are in the order of ``rows``."""
+        if not self.adapters or all(slot.adapter < 0 for slot in slots):
+            return self._execute(rows, slots, drafts)
+        order = sorted(range(len(rows)), key=lambda r: slots[r].adapter)
+        place = {r: i for i, r in enumerate(order)}
+        found, found_logprobs, errors = self._execute(
+            [rows[r] for r in order],
+            [slots[r] for r in order],
+            {place[r]: token_ids for r, token_ids in drafts.items()},
+        )
+        sampled = [found[place[r]] for r in range(len(rows))]
+        logprobs = [found_logprobs[place[r]] for r in range(len(rows))]
+        return sampled, logprobs, errors
 
     def _execute(
         self,

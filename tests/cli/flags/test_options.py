@@ -388,6 +388,9 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     elsewhere |= {"draft_path", "draft_dtype", "draft_mtp"}
     # follows from --preemption
     elsewhere.add("without_windows")
+    # flags of serve alone, see test_adapter_options.py
+    elsewhere |= {"enable_lora", "lora_bytes", "max_cpu_loras", "max_lora_rank", "lora_dtype"}
+    elsewhere |= {"adapter_bytes", "max_adapters"}
     for part in (EngineSettings, BackendSettings, SchedulerConfig):
         for field in fields(part):
             if field.name not in elsewhere:
