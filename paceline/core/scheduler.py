@@ -265,10 +265,11 @@ class Scheduler:
         self.kv.free(request, forget=reason is FinishReason.ERROR)
         self.kv.host.forget(request)
         del self._requests[request.request_id]
-        self._num_adapted -= request.asked.adapter is not None
-        if not self._num_adapted:
-            self._adapters = NO_ADAPTERS
-            self.step_time.expect_adapters(NO_ADAPTERS)
+        if request.asked.adapter is not None:
+            self._num_adapted -= 1
+            if not self._num_adapted:
+                self._adapters = NO_ADAPTERS
+                self.step_time.expect_adapters(NO_ADAPTERS)
         if self._tenants is not None:
             self._tenants.on_finish(request.asked.tenant)
         if not self._requests:

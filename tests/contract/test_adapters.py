@@ -41,6 +41,7 @@ pytestmark = [
 ]
 VOCAB = ByteTokenizer().vocab_size
 NAMES = ("a", "b", "c")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 PROMPT = "a prompt of several whole blocks, the same for every model and every adapter"
 
 
@@ -375,7 +376,7 @@ async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
     [
         ({"preemption": "swap", "swap_bytes": 1 << 20}, "num_swapped_in_blocks"),
         ({"preemption": "recompute"}, "num_recomputed_tokens"),
-        ({"speculative_config": {"method": "ngram"}, "num_blocks": 200}, "num_accepted_tokens"),
+        ({"speculative_config": NGRAM, "num_blocks": 200}, "num_accepted_tokens"),
     ],
     ids=["swap", "recompute", "speculation"],
 )

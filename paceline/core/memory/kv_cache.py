@@ -261,15 +261,12 @@ class KVCacheManager:
         return found if self.windows is None else found[: self.windows.usable(found)]
 
     def _extend_hashes(self, request: Request, count: int) -> None:
-        hashes = request.block_hashes
-        parent = hashes[-1] if hashes else self._root(request)
+        hashes, asked = request.block_hashes, request.asked
+        parent = hashes[-1] if hashes else root_hash(asked.cache_salt, asked.adapter)
         size = self.block_size
         for start in range(len(hashes) * size, count * size, size):
             parent = hash_block(parent, _tokens(request, start, start + size))
             hashes.append(parent)
-
-    def _root(self, request: Request) -> bytes:
-        return root_hash(request.asked.cache_salt, request.asked.adapter)
 
     def _tail_is_shared(self, request: Request) -> bool:
         index = request.num_computed_tokens // self.block_size

@@ -150,7 +150,10 @@ class StepTimeModel:
     ) -> float:
         """Learn from one measured step. Returns the seconds that had been predicted for it."""
         features, expected = shape.features(adapters), self._adapter_seconds
-        self.expect_adapters(adapters)
+        if adapters is NO_ADAPTERS:
+            self._adapter_seconds = 0.0
+        else:
+            self.expect_adapters(adapters)
         predicted, self._adapter_seconds = self.predict(shape), expected
         if self.ready and predicted > 0.0:
             self._ratios.append(seconds / predicted)
