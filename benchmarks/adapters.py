@@ -18,7 +18,8 @@ Not measured here, and absent from the last line: one adapter's flood (``flood_p
 other servers.
 
 FORMATS=int8/int8,... chooses weights and KV cache, ISA a level of the kernels, THREADS their
-number; QUICK=1 takes fewer pairs. The last line is JSON.
+number: of one thread the processor time is taken, which other work on the machine affects less.
+QUICK=1 takes fewer pairs, and no ``big``. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from paceline.engine.adapters.store import yield_to_steps
 QUICK: Final = bool(os.environ.get("QUICK"))
 PAIRS: Final = 8 if QUICK else 20
 RANK: Final = 16
+THREADS: Final = choose_threads(int(os.environ["THREADS"]) if os.environ.get("THREADS") else None)
 PROMPT: Final = 192
 FORMATS: Final = os.environ.get("FORMATS", "int8/int8,q4/int8").split(",")
 # sequences, adapters
@@ -123,20 +125,23 @@ class Rows:
 
 def seconds(work: Callable[[], object], least: float = 0.06) -> float:
     """Seconds of one call: the mean of as many as fill ``least``."""
-    began, count = time.perf_counter(), 0
-    while (passed := time.perf_counter() - began) < least:
+    clock = time.process_time if THREADS == 1 else time.perf_counter
+    began, count = clock(), 0
+    while not count or clock() - began < least:
         work()
         count += 1
-    return passed / count
+    return (clock() - began) / count
 
 
-def ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> list[float]:
+def ratio(
+    ours: Callable[[], object], theirs: Callable[[], object], least: float = 0.06
+) -> list[float]:
     """The ratio of two works in turns: median, and the interval of the mean."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(PAIRS + 1):
         order = ((0, ours), (1, theirs)) if turn % 2 else ((1, theirs), (0, ours))
         for side, work in order:
-            found = seconds(work)
+            found = seconds(work, least)
             if turn:
                 times[side].append(found)
     return [round(value, 3) for value in paired_ratio(*times)]
@@ -223,7 +228,7 @@ def loading(model: NativeModel) -> dict[str, float]:
 
 
 def main() -> int:
-    threads = choose_threads(int(os.environ["THREADS"]) if os.environ.get("THREADS") else None)
+    threads = THREADS
     isa = os.environ.get("ISA") or None
     results: dict[str, Any] = {"rank": RANK, "threads": threads}
     for kinds in FORMATS:
@@ -253,17 +258,17 @@ def main() -> int:
                 else value
             )
             print(f"  {name:24} {shown}")
-    big = make_model(
-        FORMATS[0].split("/")[0], FORMATS[0].split("/")[1], threads, config=BIG, isa=isa
-    )
-    layers = BIG.num_hidden_layers
-    count = 8 if QUICK else 64
-    adapters = [
-        NativeAdapter(big.handle, layers, random_values(BIG, seed), floats=False)
-        for seed in range(count)
-    ]
-    results["big"] = measure(big, adapters)
-    print(f"1.7B's shape, {FORMATS[0]}: {results['big']}")
+    if not QUICK:
+        big = make_model(
+            FORMATS[0].split("/")[0], FORMATS[0].split("/")[1], threads, config=BIG, isa=isa
+        )
+        layers = BIG.num_hidden_layers
+        adapters = [
+            NativeAdapter(big.handle, layers, random_values(BIG, seed), floats=False)
+            for seed in range(64)
+        ]
+        results["big"] = measure(big, adapters)
+        print(f"1.7B's shape, {FORMATS[0]}: {results['big']}")
     first = results[FORMATS[0]]
     print(json.dumps({"machine": machine()}))
     print(json.dumps({"bench": "adapters", "results": results | first}))
