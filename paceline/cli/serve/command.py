@@ -325,12 +325,13 @@ async def _serve(
 
 def successor(settings: EngineSettings, before: EngineInfo, number: int) -> EngineSettings:
     """Return the settings of engine ``number`` that replaces one. It has the same size and NUMA
-    nodes, whatever memory is free now, so that all admitted requests still fit; other nodes if it
-    may not run on these any more. Its recording goes to a file of its own."""
+    nodes, whatever memory is free now, so that all admitted requests and adapters still fit; other
+    nodes if it may not run on these any more. Its recording goes to a file of its own."""
     return settings.changed(
         num_blocks=before.num_blocks,
         kv_cache_bytes=None,
         max_model_len=before.max_model_len,
+        lora_bytes=before.adapter_bytes or None,
         numa=before.numa_nodes or settings.load.numa,
         numa_fallback=True,
         record=None if settings.record is None else f"{settings.record}.{number}",

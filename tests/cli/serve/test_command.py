@@ -222,6 +222,9 @@ def test_a_successor_is_like_the_engine_before() -> None:
     # the nodes asked for are tried again when the engine before had to do without
     assert successor(settings.changed(numa="1"), INFO, 2) == made.changed(numa="1")
     assert EngineSettings.from_json(made.to_json()) == made
+    # adapters that were resident must fit too
+    with_adapters = successor(settings, msgspec.structs.replace(INFO, adapter_bytes=77), 2)
+    assert with_adapters == made.changed(lora_bytes=77)
 
 
 def test_an_engine_does_not_outlive_its_server() -> None:
