@@ -6,6 +6,9 @@ and what its start log says about its flags is printed. ``loops``: a server of t
 with its default settings is asked each of the 200 everyday questions of benchmarks/common for 200
 tokens, with seeds 1, 2 and 3; ``questions.loops`` says which answers loop.
 
+``install``: the wheel in dist/ (``make wheel``) is installed into an empty environment and asked
+once.
+
 ``page``: the files of the page at /ui with gzip, and its longest task, by the browser's own report
 of tasks above 50 ms, while a null backend sends 100 tokens a second for ten seconds (Chromium).
 
@@ -22,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.common.processes import Unavailable
+from benchmarks.front_door.install import measure_install
 from benchmarks.front_door.loops import measure_loops
 from benchmarks.front_door.page import measure_page
 from benchmarks.front_door.starts import start_all
@@ -47,6 +52,7 @@ def _loops(folder: Path) -> dict[str, Any]:
 PARTS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
     "commands": _commands,
     "loops": _loops,
+    "install": measure_install,
     "page": measure_page,
 }
 
@@ -60,7 +66,10 @@ def main() -> int:
     results: dict[str, Any] = {}
     for name in names:
         with tempfile.TemporaryDirectory(prefix="paceline-door-") as folder:
-            results |= PARTS[name](Path(folder))
+            try:
+                results |= PARTS[name](Path(folder))
+            except Unavailable as error:
+                print(f"{name}: {error}")
     print(json.dumps({"bench": "front_door", "results": results}))
     return 0
 

@@ -6,8 +6,8 @@
     HF_TOKEN, else the file HF_TOKEN_PATH, else HF_HOME/token                the token
     HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE                                     nothing is fetched
 
-Source: huggingface_hub's documentation of its environment variables. The package itself is not
-needed, which with what it needs would be a sixth of an installation.
+Source: huggingface_hub's documentation of its environment variables. The package itself, which
+comes with tokenizers, is not imported.
 """
 
 from __future__ import annotations
