@@ -112,8 +112,8 @@ class SamplingBody(Body):
 
     temperature = number(
         SAMPLING["temperature"],
-        note="absent: the model's generation_config.json; of the default model 0.2 and 0.9, as its "
-        "card says",
+        note="absent: the model's (generation_config.json, a GGUF file's general.sampling keys); "
+        "of the default model 0.2 and 0.9, as its card says",
     )
     top_p = number(SAMPLING["top_p"], note="as `temperature`")
     top_k = integer(-INT32, INT32, note="-1 and 0: all", schema=schemas.integer(-1, INT32))
