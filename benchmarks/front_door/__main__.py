@@ -12,13 +12,16 @@ once.
 ``page``: the files of the page at /ui with gzip, and its longest task, by the browser's own report
 of tasks above 50 ms, while a null backend sends 100 tokens a second for ten seconds (Chromium).
 
-PARTS=commands,loops picks parts; QUICK=1 asks every tenth question. The last line is JSON.
+PARTS=commands,loops picks parts; QUICK=1 asks every tenth question. To choose settings by:
+OPEN=1 asks the half of the questions that is not held back, with seed 1, and FLAGS are flags of the
+server. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -46,7 +49,14 @@ def _commands(folder: Path) -> dict[str, Any]:
 
 
 def _loops(folder: Path) -> dict[str, Any]:
-    return {"loops": measure_loops(folder, every=10 if os.environ.get("QUICK") else 1)}
+    return {
+        "loops": measure_loops(
+            folder,
+            every=10 if os.environ.get("QUICK") else 1,
+            flags=shlex.split(os.environ.get("FLAGS", "")),
+            only_open=bool(os.environ.get("OPEN")),
+        )
+    }
 
 
 PARTS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {

@@ -6,11 +6,12 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.common.questions import HELD, LOOP_TOKENS, QUESTIONS, loops, share
+from benchmarks.common.questions import HELD, LOOP_TOKENS, OPEN, QUESTIONS, loops, share
 from benchmarks.common.server import PacelineServer
 
 __all__ = ["measure_loops"]
@@ -20,13 +21,16 @@ SEEDS: Final = (1, 2, 3)
 _CONCURRENT: Final = 16
 
 
-def measure_loops(folder: Path, *, every: int = 1) -> dict[str, Any]:
+def measure_loops(
+    folder: Path, *, every: int = 1, flags: Sequence[str] = (), only_open: bool = False
+) -> dict[str, Any]:
     """Ask the questions with each seed, and return the shares of answers that loop: of all, by
     seed, and of the half that nothing was chosen by."""
-    questions = QUESTIONS[::every]
-    asked = [(question, seed) for seed in SEEDS for question in questions]
+    questions = (OPEN if only_open else QUESTIONS)[::every]
+    seeds = SEEDS[:1] if only_open else SEEDS
+    asked = [(question, seed) for seed in seeds for question in questions]
     with (
-        PacelineServer(MODEL, log=folder / "log") as server,
+        PacelineServer(MODEL, *flags, log=folder / "log") as server,
         ThreadPoolExecutor(_CONCURRENT) as pool,
     ):
         answers = list(pool.map(lambda pair: _ask(server.port, *pair), asked))
@@ -38,7 +42,7 @@ def measure_loops(folder: Path, *, every: int = 1) -> dict[str, Any]:
         share(
             is_loop for (_, seed), is_loop in zip(asked, found, strict=True) if seed == each
         ).share
-        for each in SEEDS
+        for each in seeds
     ]
     held = [is_loop for (each, _), is_loop in zip(asked, found, strict=True) if each in HELD]
     whole = share(found)
@@ -47,7 +51,7 @@ def measure_loops(folder: Path, *, every: int = 1) -> dict[str, Any]:
         "share": round(whole.share, 4),
         "interval": [round(whole.low, 4), round(whole.high, 4)],
         "by_seed": [round(each, 4) for each in by_seed],
-        "held": round(share(held).share, 4),
+        "held": round(share(held).share, 4) if held else None,
         "answers": len(found),
     }
 
