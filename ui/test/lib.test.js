@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { bodyOf, FieldError, FIELDS, fieldOf } from "../../paceline/web/static/lib/fields.js";
+import { bodyOf, FieldError, FIELDS, fieldOf, MAX_TOKENS } from "../../paceline/web/static/lib/fields.js";
 import { duration, lines, story, visible, waterfall } from "../../paceline/web/static/lib/format.js";
 
 test("times have three digits and the unit that fits", () => {
@@ -47,10 +47,12 @@ test("characters that would deceive are shown, others stay", () => {
   assert.equal(visible("a\n\tb é 漢 😀"), "a\n\tb é 漢 😀");
 });
 
-test("a body holds what was filled in and nothing else", () => {
-  assert.deepEqual(bodyOf("chat", "m", { temperature: "", explain: false }, []), {
-    model: "m", stream: true, stream_options: { include_usage: true }, messages: [],
+test("a body holds what was filled in, and a chat the page's own limit", () => {
+  assert.deepEqual(bodyOf("chat", "m", { temperature: "", explain: false, system: "a message, and no field" }, []), {
+    model: "m", stream: true, stream_options: { include_usage: true }, messages: [], max_tokens: MAX_TOKENS,
   });
+  assert.equal(bodyOf("chat", "m", { max_tokens: "7" }, []).max_tokens, 7);
+  assert.equal(bodyOf("completion", "m", {}, "text").max_tokens, undefined);
   const body = bodyOf("chat", "m", {
     temperature: "0", ttft_ms: "500", class: "batch", logprobs: true, stop: "x", tools: "[1]", response_format: '{"type": "object"}',
   }, []);

@@ -318,7 +318,7 @@ function Input({ field }) {
       h("input", { type: "checkbox", checked: !!value, onChange: (/** @type {any} */ event) => set(event.target.checked) }), label);
   }
   const at = refused.value?.field === name ? refused.value : null;
-  const standard = defaults.value[name] ?? fallback;
+  const standard = name === "max_tokens" && mode.value !== "chat" ? "the API's" : defaults.value[name] ?? fallback;
   const changed = value !== "" && value !== standard;
   const shared = { value, placeholder: standard, "aria-invalid": at ? "true" : undefined, "aria-describedby": at ? `bad-${name}` : undefined,
     onInput: (/** @type {any} */ event) => set(event.target.value) };
