@@ -185,7 +185,8 @@ class Rows:
             try:
                 taken = row.take(name, value)
             except argparse.ArgumentTypeError as error:
-                raise argparse.ArgumentTypeError(f"{word}: {error}") from None
+                # without its value, which may be a secret
+                raise argparse.ArgumentTypeError(f"{name}: {error}") from None
             made += taken.args
             fields |= taken.sampling
             if taken.note:

@@ -188,6 +188,11 @@ def test_a_key_is_not_shown_on_the_page() -> None:
     assert shown.flag == "--api-key" and "hush" not in shown.value
 
 
+def test_a_token_is_not_repeated_where_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refusal("--hf-token=hf_hush", capsys)
+    assert "set HF_TOKEN in the environment" in told and "hush" not in told
+
+
 def test_help_begins_with_what_people_use(capsys: pytest.CaptureFixture[str]) -> None:
     def told(word: str) -> str:
         with pytest.raises(SystemExit) as ended:
