@@ -33,6 +33,7 @@ from benchmarks.front_door.install import measure_install
 from benchmarks.front_door.loops import measure_loops
 from benchmarks.front_door.page import measure_page
 from benchmarks.front_door.starts import start_all
+from paceline.bench.machine import machine
 
 
 def _commands(folder: Path) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def main() -> int:
                 results |= PARTS[name](Path(folder))
             except Unavailable as error:
                 print(f"{name}: {error}")
-    print(json.dumps({"bench": "front_door", "results": results}))
+    print(json.dumps({"bench": "front_door", "machine": machine(), "results": results}))
     return 0
 
 
