@@ -17,10 +17,10 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (8_060, ("core/**/*",), 7_800),
+    "core": (8_061, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
-        3_012,
+        3_010,
         ("core/scheduler", "core/request", "core/step/*", "core/queues/*", "core/memory/block_pool",
          "core/memory/interface", "core/memory/kv_cache", "core/policies/fcfs",
          "-core/step/amend", "-core/step/speculation", "-core/queues/fair_queue"),
@@ -28,21 +28,21 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     ),
     "speculation": (1_126, ("speculation/**/*",), 1_000),
     "checkpoints": (8_131, ("checkpoints/**/*",), 6_900),
-    "backends": (10_306, ("backends/**/*",), 9_600),
+    "backends": (10_327, ("backends/**/*",), 9_600),
     "timeline": (1_851, ("timeline/**/*",), 1_700),
     "engine": (8_008, ("engine/**/*",), 7_000),
     "http": (3_482, ("http/**/*",), 3_000),
     "routing": (1_986, ("routing/**/*",), 1_200),
     "server, web": (21_261, ("server/**/*", "web/**/*"), 18_900),
-    "gateway": (12_529, ("gateway/**/*",), 8_300),
+    "gateway": (12_599, ("gateway/**/*",), 8_300),
     "vllm": (1_700, ("vllm/**/*",), 1_700),
     "quantize": (2_106, ("quantize/**/*",), 1_100),
     "client": (1_837, ("client/**/*",), 1_800),
     "bench": (2_070, ("bench/**/*",), 1_200),
     "sim": (6_848, ("sim/**/*",), 6_700),
-    "cli": (9_494, ("cli/**/*",), 7_400),
-    "benchmarks": (18_545, ("../benchmarks/**/*",), 13_500),
-    "tests": (97_130, ("../tests/**/*",), 83_000),
+    "cli": (9_496, ("cli/**/*",), 7_400),
+    "benchmarks": (18_647, ("../benchmarks/**/*",), 13_500),
+    "tests": (97_291, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 
