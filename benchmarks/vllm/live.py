@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from benchmarks.common.client import Timing, complete, get
+from benchmarks.common.client import Timing, check_answered, complete, get
 from benchmarks.common.load import FIRST_ID
 from benchmarks.common.processes import REPOSITORY, Command, Process, Unavailable, free_port
 
@@ -126,6 +126,16 @@ async def _replay(
     return list(await asyncio.gather(*map(one, requests)))
 
 
+async def _warm(port: int, model: str, work: Work) -> None:
+    """Answer a few requests together: the first ones compile, however long that takes."""
+    plan = requests_at(1_000.0, 1.0, work, seed=5)[:8]
+    check_answered(
+        await asyncio.gather(
+            *(complete(port, model, each.prompt, each.output, timeout=300.0) for each in plan)
+        )
+    )
+
+
 async def _saturate(port: int, model: str, work: Work, seconds: float) -> float:
     """Return the requests a second that a server completes with many outstanding."""
     pool = iter(requests_at(1_000.0, seconds, work, seed=7))
@@ -177,7 +187,7 @@ def measure(
     rates: dict[str, dict[str, Any]] = {}
     plain, paced = Contender("plain"), Contender("paced", PACED, paced=True)
     with served(peer, plain, folder) as (port, model):
-        asyncio.run(_saturate(port, model, work, 10.0))
+        asyncio.run(_warm(port, model, work))
         capacity = asyncio.run(_saturate(port, model, work, CAPACITY_SECONDS))
         print(f"capacity: {capacity:.2f} requests a second", file=sys.stderr)
         plans = {
@@ -196,7 +206,7 @@ def measure(
     ]
     for contender in (paced, *tuned):
         with served(peer, contender, folder) as (port, model):
-            asyncio.run(_saturate(port, model, work, 10.0))
+            asyncio.run(_warm(port, model, work))
             for name, plan in plans.items():
                 found = _run(port, model, plan, contender, work, name, seconds)
                 if contender.paced:
