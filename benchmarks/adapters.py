@@ -60,6 +60,7 @@ QUICK: Final = bool(os.environ.get("QUICK"))
 PAIRS: Final = 8 if QUICK else 20
 RANK: Final = 16
 THREADS: Final = choose_threads(int(os.environ["THREADS"]) if os.environ.get("THREADS") else None)
+CLOCK: Final = time.thread_time if THREADS == 1 else time.perf_counter
 PROMPT: Final = 192
 FORMATS: Final = os.environ.get("FORMATS", "int8/int8,q4/int8").split(",")
 # sequences, adapters
@@ -123,9 +124,10 @@ class Rows:
         )  # fmt: skip
 
 
-def seconds(work: Callable[[], object], least: float = 0.06) -> float:
+def seconds(
+    work: Callable[[], object], least: float = 0.06, clock: Callable[[], float] = CLOCK
+) -> float:
     """Seconds of one call: the mean of as many as fill ``least``."""
-    clock = time.process_time if THREADS == 1 else time.perf_counter
     began, count = clock(), 0
     while not count or clock() - began < least:
         work()
@@ -202,7 +204,7 @@ def loading(model: NativeModel) -> dict[str, float]:
             file = open_adapter(Path(name), CONFIG)
             NativeAdapter(model.handle, CONFIG.num_hidden_layers, file.read(), floats=False)
 
-        times = [seconds(load, 0.0) for _ in range(1 + 5)][1:]
+        times = [seconds(load, 0.0, time.perf_counter) for _ in range(1 + 5)][1:]
         rows, stop = Rows(model, 8, 1, CONTEXT), threading.Event()
 
         def load_on() -> None:
@@ -211,7 +213,10 @@ def loading(model: NativeModel) -> dict[str, float]:
                 load()
 
         def slowest() -> float:
-            steps = [seconds(lambda: rows(None), 0.0) for _ in range(100 if QUICK else 400)]
+            steps = [
+                seconds(lambda: rows(None), 0.0, time.perf_counter)
+                for _ in range(100 if QUICK else 400)
+            ]
             return percentile(steps, 0.99)
 
         quiet = slowest()
