@@ -24,7 +24,9 @@ and maximum while loading. No setting of the command was chosen by ``gate``, ``t
 questions.
 
 The last line is JSON. PARTS=texts,killed,peer,chat chooses; QUICK=1: the gate's text alone.
-FOLDER=PATH keeps the files there, and does not make those again that an earlier run left.
+FOLDER=PATH keeps the files there, and does not make those again that an earlier run left. TOKENS=16
+ends answers on chat where distributions are compared no further, so that none is long enough to
+loop: minutes instead of a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.common.chat_gate import KEPT, ROUNDED, judged, read_chat, show
-from benchmarks.common.questions import QUESTIONS
+from benchmarks.common.questions import LOOP_TOKENS, QUESTIONS
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.quantize.peer import llama_cpp, read_by_peer
 from benchmarks.quantize.speed import speed_ratio
@@ -72,6 +74,7 @@ from paceline.quantize.text import CHAT, calibration_windows
 
 MODEL: Final = "smollm2-135m"
 QUICK: Final = bool(os.environ.get("QUICK"))
+TOKENS: Final = int(os.environ.get("TOKENS") or LOOP_TOKENS)
 ALL_PARTS: Final = ("texts", "killed", "peer", "chat")
 PARTS: Final = (os.environ.get("PARTS") or ("texts" if QUICK else ",".join(ALL_PARTS))).split(",")
 SHAPE: Final = (WINDOWS, WINDOW)
@@ -174,12 +177,13 @@ def chat(
     twin: Path, formats: dict[str, tuple[Path, str]], published: Path
 ) -> dict[str, dict[str, Any]]:
     """Return the chat gate's figures by format, and print them."""
-    threads, found = choose_threads(None), {}
+    threads = choose_threads(None)
+    found: dict[str, dict[str, Any]] = {}
     for source, others, limits in (
         (twin, formats, ROUNDED),
         (published, {"published": (published, "q4/int8")}, KEPT),
     ):
-        read = read_chat(source, others, QUESTIONS, threads)
+        read = read_chat(source, others, QUESTIONS, threads, tokens=TOKENS)
         judgements = {name: judged(answers, limits) for name, answers in read.items()}
         show(judgements)
         found |= judgements
