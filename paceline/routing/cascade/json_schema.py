@@ -2,7 +2,8 @@
 
 Keywords: ``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``,
 ``items``, ``minItems``, ``maxItems``, ``minLength``, ``maxLength``, ``minimum``, ``maximum``,
-``anyOf``. Others are ignored, so a value that violates one of those counts as good.
+``anyOf``. Others are ignored, so a value that violates one of those counts as good, and so is a
+schema that is malformed: the engine reports that to the caller, if it reads schemas at all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "boolean": lambda value: isinstance(value, bool),
     "null": lambda value: value is None,
     "number": _is_number,
-    "integer": lambda value: _is_number(value) and float(value).is_integer(),
+    # not by float(): an integer may exceed its range
+    "integer": lambda value: _is_number(value) and value % 1 == 0,
 }
 # keyword, the type it is about, and whether it holds
 _BOUNDS: Final[Mapping[str, tuple[str, Callable[[Any, Any], bool]]]] = {
@@ -37,8 +39,16 @@ _BOUNDS: Final[Mapping[str, tuple[str, Callable[[Any, Any], bool]]]] = {
 }
 
 
-def violation(value: Any, schema: Any, where: str = "$") -> str:
+def violation(value: Any, schema: Any) -> str:
     """Return the first violation of a schema by a value; empty: none is known."""
+    try:
+        return _violation(value, schema, "$")
+    except (TypeError, AttributeError, RecursionError):
+        # a keyword has a value of a wrong type, or the schema is too deep
+        return ""
+
+
+def _violation(value: Any, schema: Any, where: str) -> str:
     if schema is False:
         return f"{where} is not allowed"
     if not isinstance(schema, Mapping):
@@ -55,12 +65,12 @@ def violation(value: Any, schema: Any, where: str = "$") -> str:
         if name in schema and _TYPES[kind](value) and not holds(value, schema[name]):
             return f"{where} violates {name} {schema[name]}"
     branches = schema.get("anyOf")
-    if branches and all(violation(value, each, where) for each in branches):
+    if branches and all(_violation(value, each, where) for each in branches):
         return f"{where} fits no branch of anyOf"
     if isinstance(value, dict):
         return _object_violation(value, schema, where)
     if isinstance(value, list) and "items" in schema:
-        found = (violation(v, schema["items"], f"{where}[{i}]") for i, v in enumerate(value))
+        found = (_violation(v, schema["items"], f"{where}[{i}]") for i, v in enumerate(value))
         return next(filter(None, found), "")
     return ""
 
@@ -70,7 +80,7 @@ def _object_violation(value: dict[str, Any], schema: Mapping[str, Any], where: s
     if missing:
         return f"{where} lacks {missing[0]!r}"
     known, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
-    found = (violation(v, known.get(name, rest), f"{where}.{name}") for name, v in value.items())
+    found = (_violation(v, known.get(name, rest), f"{where}.{name}") for name, v in value.items())
     return next(filter(None, found), "")
 
 

@@ -110,6 +110,24 @@ def test_schemas_are_read_as_jsonschema_reads_them(value: Any, schema: dict[str,
     assert good == (violation(value, schema) == "")
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": [["object"]]},
+        {"enum": 1},
+        {"minimum": "0"},
+        {"anyOf": 7},
+        {"required": 1},
+        {"properties": ["n"]},
+        {"type": "integer"},
+    ],
+)
+def test_no_answer_is_lost_to_a_malformed_schema_or_a_huge_number(schema: dict[str, Any]) -> None:
+    for text in ('{"n": 1}', "9" * 400, "[1]"):
+        assert exact_fault(Answer(text=text, wants_json=True, schema=schema)) in ("", "json")
+    assert exact_fault(Answer(text="9" * 400, wants_json=True, schema={"type": "integer"})) == ""
+
+
 logprobs = st.floats(-15.0, -0.001)
 
 
