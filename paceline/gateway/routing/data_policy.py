@@ -24,6 +24,10 @@ class DataPolicy:
         """Whether a request may go to local engines alone."""
         return False
 
+    def is_local_head(self, incoming: IncomingRequest) -> bool:
+        """Whether a request without a body may go to local engines alone."""
+        return False
+
     def is_local_upload(self, incoming: IncomingRequest, upload: bytes) -> bool:
         """Whether a file may go to local engines alone."""
         return False
@@ -48,15 +52,19 @@ class _Rules(DataPolicy):
 
     def is_local(self, incoming: IncomingRequest, body: Body) -> bool:
         # every field, as an engine may render one that this gateway does not know
-        return self._by_head(incoming) or self._finds(_texts(body.fields.values()))
+        return self.is_local_head(incoming) or self._finds(_texts(body.fields.values()))
 
     def is_local_upload(self, incoming: IncomingRequest, upload: bytes) -> bool:
-        return self._by_head(incoming) or self._finds(_texts(upload.splitlines()))
+        return self.is_local_head(incoming) or self._finds(_texts(upload.splitlines()))
 
-    def _by_head(self, incoming: IncomingRequest) -> bool:
+    def is_local_head(self, incoming: IncomingRequest) -> bool:
         if self._keys.get(incoming.tenant, self._keys.get("*", False)):
             return True
-        told = incoming.headers.get(_TAGS, b"").decode("latin-1").lower()
+        if not self._tags:
+            return False
+        # a header may be there twice, and each of them counts
+        found = [value for name, value in incoming.scope["headers"] if name == _TAGS]
+        told = b",".join(found).decode("latin-1").lower()
         return not self._tags.isdisjoint(tag.strip() for tag in told.split(","))
 
     def _finds(self, texts: Iterator[str]) -> bool:

@@ -175,6 +175,57 @@ async def test_counting_and_files_stay_in_too() -> None:
         assert two.paths and "/v1/files" in two.asked
 
 
+async def test_no_cloud_is_asked_for_what_it_stores() -> None:
+    pages = {
+        "/v1/files": {"data": [{"id": "file-1"}]},
+        "/v1/files/file-1": {"id": "file-1"},
+        "/v1/responses/resp_1": {"id": "resp_1"},
+        "/v1/batches": {"id": "batch_1"},
+    }
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(scripted(ANY))
+        two = await stack.enter_async_context(scripted(ANY, pages=pages))
+        three = await stack.enter_async_context(scripted(ANY))
+        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, three, spend_storage="", **fields)
+        _, http = await stack.enter_async_context(gateway_over(config, KEYS))
+
+        async def statuses(key: str, tags: str) -> list[int]:
+            headers = {"authorization": f"Bearer {key * 8}", "x-paceline-tags": tags}
+            made = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
+            follows = {"model": "m", "input": "hi", "previous_response_id": "resp_1"}
+            asked = [
+                await http.get("/v1/files", headers=headers),
+                await http.get("/v1/files/file-1", headers=headers),
+                await http.get("/v1/responses/resp_1", headers=headers),
+                await http.post("/v1/batches", json=made, headers=headers),
+                await http.post("/v1/responses", json=follows, headers=headers),
+            ]
+            return [response.status_code for response in asked]
+
+        before = list(two.asked)
+        for key, tags in (("ann", ""), ("bob", "private")):
+            assert await statuses(key, tags) == [200, 404, 404, 404, 404]
+            assert two.asked == before and not two.bodies
+        # where a cloud is known to have it, too
+        assert await statuses("bob", "") == [200] * 5
+        assert await statuses("bob", "private") == [200, 404, 404, 404, 404]
+
+
+async def test_a_header_of_tags_that_is_there_twice_counts_twice() -> None:
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(scripted(refused(503)))
+        two = await stack.enter_async_context(scripted(said("cloud")))
+        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, spend_storage="", **fields)
+        _, http = await stack.enter_async_context(gateway_over(config, KEYS))
+        tags = [("x-paceline-tags", "private"), ("x-paceline-tags", "hr")]
+        for told in (tags, tags[::-1]):
+            headers = [("authorization", f"Bearer {'bob' * 8}"), *told]
+            assert (await http.post(CHAT, json=chat(), headers=headers)).status_code == 503
+        assert not two.bodies
+
+
 def test_no_rule_costs_nothing() -> None:
     config = configured()
     assert data_policy(config) is NO_POLICY

@@ -121,10 +121,10 @@ class StoredObjects:
         upstreams = list(
             {endpoint.upstream.name: endpoint.upstream for endpoint in endpoints}.values()
         )
-        if not _IS_ID.fullmatch(previous) or len(self._keepers()) < 2:
+        if not _IS_ID.fullmatch(previous) or len(self._keepers(route.local_only)) < 2:
             # an engine reports what is wrong with it
             return route
-        home = await self._home("responses", previous, tenant)
+        home = await self._home("responses", previous, tenant, route.local_only)
         if home not in upstreams:
             raise HttpError(
                 400,
@@ -158,21 +158,28 @@ class StoredObjects:
     # ---------------------------------------------------------------- one object
 
     async def _one(self, incoming: IncomingRequest, kind: str, kept_id: str) -> None:
-        upstream = await self._home(kind, kept_id, incoming.tenant)
+        local = self._gateway.policy.is_local_head(incoming)
+        upstream = await self._home(kind, kept_id, incoming.tenant, local)
         await self._pass_on(incoming, upstream, b"" if incoming.method == "POST" else None)
         if incoming.method == "DELETE":
             self.homes.forget(kept_id)
 
-    async def _home(self, kind: str, kept_id: str, tenant: str) -> Upstream:
+    async def _home(self, kind: str, kept_id: str, tenant: str, local_only: bool) -> Upstream:
         """Return the engine that has an object. Raises HttpError: 404, no engine has it, or it
-        belongs to another key; 503, an engine that may have it does not answer."""
+        belongs to another key; 503, an engine that may have it does not answer.
+
+        Args:
+            local_only: no cloud is asked, and what a cloud has is not there.
+        """
         upstreams = self._gateway.upstreams.by_name
         home = self.homes.find(kept_id)
         if home is not None and home.tenant not in (None, tenant):
             raise _not_there(kind, kept_id)
         if home is not None and home.engine in upstreams:
+            if local_only and upstreams[home.engine].config.cloud:
+                raise _not_there(kind, kept_id)
             return upstreams[home.engine]
-        keepers = self._keepers() if kind == "responses" else self._with_files()
+        keepers = (self._keepers if kind == "responses" else self._with_files)(local_only)
         if len(keepers) == 1:
             # the engine itself says whether it has it
             return keepers[0]
@@ -215,11 +222,15 @@ class StoredObjects:
             )
         raise _not_there(kind, kept_id)
 
-    def _keepers(self) -> list[Upstream]:
-        return [e for e in self._gateway.upstreams.by_name.values() if e.kind not in _WITHOUT]
+    def _keepers(self, local_only: bool) -> list[Upstream]:
+        return [
+            engine
+            for engine in self._gateway.upstreams.by_name.values()
+            if engine.kind not in _WITHOUT and not (local_only and engine.config.cloud)
+        ]
 
-    def _with_files(self) -> list[Upstream]:
-        return [e for e in self._keepers() if e.kind in _WITH_FILES]
+    def _with_files(self, local_only: bool) -> list[Upstream]:
+        return [engine for engine in self._keepers(local_only) if engine.kind in _WITH_FILES]
 
     async def _pass_on(
         self, incoming: IncomingRequest, upstream: Upstream, body: bytes | None
@@ -270,7 +281,8 @@ class StoredObjects:
                     f"input_file_id is not a file id, got {show(asked.input_file_id)}",
                     "input_file_id",
                 )
-            upstream = await self._home("files", asked.input_file_id, incoming.tenant)
+            local = self._gateway.policy.is_local_upload(incoming, body)
+            upstream = await self._home("files", asked.input_file_id, incoming.tenant, local)
         else:
             body = await incoming.read(most)
             upstream = self._place(body, self._gateway.policy.is_local_upload(incoming, body))
@@ -279,7 +291,7 @@ class StoredObjects:
     def _place(self, upload: bytes, local_only: bool) -> Upstream:
         """Choose the least busy engine that has the model of an upload's first line by that name.
         Raises HttpError, and UnknownModelError."""
-        upstreams = self._with_files()
+        upstreams = self._with_files(local_only)
         told = _MODEL.search(upload[:_FIRST_BYTES])
         if told is not None:
             name = msgspec.json.decode(told[1], type=str)
@@ -299,7 +311,9 @@ class StoredObjects:
         """Raise HttpError 403 if a key has limits: only the engine knows what a batch uses."""
         gateway = self._gateway
         limits = key_limits(gateway.config) or gateway.keys.limits().get(tenant)
-        if limits or gateway.spending.key(tenant) is not None:
+        key = gateway.spending.key(tenant)
+        # a key that only stays at home has no limit
+        if limits or (key is not None and (key.budget or key.models)):
             raise HttpError(
                 403,
                 "this key has limits, which cannot be enforced on batches: send it to an engine",
@@ -313,10 +327,11 @@ class StoredObjects:
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
             raise InvalidRequestError(f"limit must be between 1 and {most}, got {show(limit)}")
         more = "".join(f"&{n}={quote(query[n][0])}" for n in ("purpose", "order") if n in query)
+        local = self._gateway.policy.is_local_head(incoming)
         lists = await asyncio.gather(
             *(
                 self._listed(upstream, f"{incoming.path}?limit={at_once}{more}", incoming.tenant)
-                for upstream in self._with_files()
+                for upstream in self._with_files(local)
             )
         )
         entries = [entry for entries in lists for entry in entries if self._is_of(entry, incoming)]
