@@ -27,6 +27,8 @@ from paceline.wire.sse import SseEvents, payload_of
 __all__ = ["OpenGate", "PrefixGate", "WholeGate", "behind"]
 
 _KEPT: Final = frozenset({b"content-type", b"cache-control", b"x-accel-buffering"})
+# fields of a delta that hold output
+_OUTPUT: Final = ("content", "tool_calls", "reasoning_content", "reasoning", "refusal")
 
 
 def behind(incoming: IncomingRequest, gate: WholeGate) -> IncomingRequest:
@@ -102,6 +104,14 @@ class OpenGate(WholeGate):
             await self._incoming.send_on(message)
         else:
             await super().send(message)
+
+    async def pass_on(self) -> None:
+        """Send the refusal that was kept."""
+        start = {"type": "http.response.start", "status": self.status, "headers": self.headers}
+        self._incoming.started = True
+        await self._incoming.send_on(start)
+        body = {"type": "http.response.body", "body": bytes(self.body), "more_body": False}
+        await self._incoming.send_on(body)
 
 
 class PrefixGate(WholeGate):
@@ -210,7 +220,8 @@ class PrefixGate(WholeGate):
             kept = self._calls.setdefault(call.get("index", 0), ["", ""])
             kept[0] += told.get("name") or ""
             kept[1] += told.get("arguments") or ""
-        self.num_parts += bool(text or delta.get("tool_calls"))
+        # a model that thinks aloud makes tokens, too
+        self.num_parts += any(map(delta.get, _OUTPUT))
         self._finish = self._finish or choice.get("finish_reason") or ""
 
     async def _let_through(self, *, more: bool) -> None:

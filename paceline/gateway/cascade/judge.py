@@ -124,26 +124,39 @@ class Judge:
         """Decide from the prompt alone."""
         return self._scales["route"].decide(prompt, None, wait)
 
-    def by_answer(self, prompt: Prompt, said: Said, wait: float) -> Decision:
-        """Decide from a whole answer."""
+    def by_answer(
+        self, prompt: Prompt, said: Said, wait: float, known: Decision | None = None
+    ) -> Decision:
+        """Decide from a whole answer; ``known``: the decision by its prompt, if it was made."""
         if fault := exact_fault(said.answer):
             return Decision(False, fault)
-        return self._by_tokens("cascade", prompt, said, wait)
+        return self._by_tokens("cascade", prompt, said, wait, known)
 
-    def by_prefix(self, prompt: Prompt, said: Said, wait: float, *, is_whole: bool) -> Decision:
+    def by_prefix(
+        self,
+        prompt: Prompt,
+        said: Said,
+        wait: float,
+        known: Decision | None = None,
+        *,
+        is_whole: bool,
+    ) -> Decision:
         """Decide from the beginning of an answer; ``is_whole``: there is no more of it."""
         if is_whole and (fault := exact_fault(said.answer)):
             return Decision(False, fault)
         if is_refusal(said.answer.text):
             return Decision(False, "refusal")
-        return self._by_tokens("prefix", prompt, said, wait)
+        return self._by_tokens("prefix", prompt, said, wait, known)
 
-    def _by_tokens(self, mode: Mode, prompt: Prompt, said: Said, wait: float) -> Decision:
+    def _by_tokens(
+        self, mode: Mode, prompt: Prompt, said: Said, wait: float, known: Decision | None
+    ) -> Decision:
         if not self._scales:
             return Decision(True, "no fault")
         if said.tokens and mode in self._scales:
             return self._scales[mode].decide(prompt, said, wait)
-        return self.by_prompt(prompt, wait)
+        # each score is seen once
+        return known or self.by_prompt(prompt, wait)
 
     # ---------------------------------------------------------------- the calibration's models
 

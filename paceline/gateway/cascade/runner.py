@@ -6,8 +6,8 @@
     answer        cascade, prefix: the small model is asked, its answer judged, the large one asked
 
 What a model costs is reserved for each of the two as for a request of its own. Where the large
-model cannot be had, for want of budget or of an engine, the small answer is sent, unless it has an
-exact fault.
+model cannot be had, for want of budget or of an engine, and a score alone speaks against the small
+one, that one answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Final
 
@@ -46,6 +46,7 @@ from paceline.gateway.proxy.context import Allowed
 from paceline.gateway.proxy.response import cascade_header
 from paceline.gateway.proxy.upstream_request import CHAT
 from paceline.gateway.requests.body import Body
+from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.routing.routes import Route
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.prices import Used, show_amount
@@ -60,8 +61,12 @@ _log = logging.getLogger("paceline.gateway")
 
 # statuses with which engines refuse a field
 _REFUSED_FIELD: Final = (400, 422, 501)
+# statuses of an engine that another one, or a later time, would not have
+_UNAVAILABLE: Final = frozenset({408, 429, *range(500, 600)})
 # an engine or a budget cannot serve a request
 _NO_ANSWER: Final = (HttpError, RequestError)
+# sends the small model's answer, or asks it again
+_Instead = Callable[[Decision], Awaitable[None]]
 _EVENTS: Final[Headers] = [
     (b"content-type", SSE.encode()),
     *((name.lower().encode(), value.encode()) for name, value in STREAM_HEADERS.items()),
@@ -97,7 +102,10 @@ class Cascades(NoCascades):
 
     def find(self, path: str, body: Body, route: Route) -> Answering | None:
         judge = self._judges.get(route.model)
-        if judge is None or path != CHAT or body.n != 1 or body.resumed:
+        if judge is None or path != CHAT or body.resumed:
+            return None
+        if body.n != 1 and route.tiers:
+            # several answers have no score; what may not leave has no choice, and needs none
             return None
         return partial(self.answer, judge)
 
@@ -136,6 +144,8 @@ class _Run:
     def __init__(self, gateway: Relaying, judge: Judge, asked: Asked) -> None:
         self._gateway, self._judge, self._asked = gateway, judge, asked
         self._mode = judge.mode_for(stream=asked.body.stream)
+        # decision by the prompt alone, where it was made
+        self._by_prompt: Decision | None = None
 
     @property
     def conversation_name(self) -> bytes:
@@ -173,16 +183,66 @@ class _Run:
 
     # ---------------------------------------------------------------- one model is asked
 
-    async def large(self, decision: Decision, by: str) -> None:
-        """Ask the large model."""
-        model = self._judge.model
-        note = {"cascade": decision.note(by, model)}
-        self._gateway.metrics.cascaded(model, by if by == "escalated" else "large")
-        await self._gateway.relay(self._asked, note)
+    async def large(
+        self,
+        decision: Decision,
+        by: str,
+        prompt: Prompt | None = None,
+        incoming: IncomingRequest | None = None,
+    ) -> None:
+        """Ask the large model.
 
-    async def small(self, small: Route, decision: Decision) -> None:
-        """Ask the small model, as the large one may not have the request."""
-        note = {"cascade": decision.note("routed", small.model)}
+        Args:
+            prompt: its conversation stays with the large model once that has answered.
+            incoming: the request with a gate; None: as it came.
+        """
+        note = {"cascade": decision.note(by, self._judge.model)}
+        asked = self._asked if incoming is None else replace(self._asked, incoming=incoming)
+        try:
+            await self._gateway.relay(asked, note)
+        finally:
+            # also where the caller has hung up in the middle
+            if self._asked.incoming.started:
+                self._large_answered(by, prompt)
+
+    def _large_answered(self, by: str, prompt: Prompt | None) -> None:
+        judge = self._judge
+        self._gateway.metrics.cascaded(judge.model, by if by == "escalated" else "large")
+        if prompt is not None:
+            judge.conversations.escalate(prompt.conversation)
+
+    async def _large_or(
+        self, instead: _Instead, decision: Decision, by: str, prompt: Prompt
+    ) -> None:
+        """Ask the large model; where that cannot be had, and a score alone speaks against the small
+        one, have ``instead`` answer."""
+        if decision.why != "score":
+            await self.large(decision, by, prompt)
+            return
+        incoming, failed = self._asked.incoming, None
+        gate = OpenGate(incoming)
+        try:
+            await self.large(decision, by, prompt, behind(incoming, gate))
+        except _NO_ANSWER as error:
+            failed = error
+        if incoming.started:
+            if failed is not None:
+                raise failed
+        elif failed is None and gate.status not in _UNAVAILABLE:
+            # what is wrong with the request, its caller must know
+            await gate.pass_on()
+            self._large_answered(by, prompt)
+        else:
+            try:
+                await instead(replace(decision, why="large unavailable"))
+            except _NO_ANSWER:
+                if failed is not None:
+                    raise failed from None
+                await gate.pass_on()
+
+    async def small(self, small: Route, decision: Decision, by: str = "routed") -> None:
+        """Ask the small model, as the large one may not have the request, or cannot be had."""
+        note = {"cascade": decision.note(by, small.model)}
         usage = await self._gateway.relay(replace(self._asked, route=small), note)
         self._gateway.metrics.cascaded(self._judge.model, "small")
         self._count(usage, kept=True)
@@ -193,11 +253,10 @@ class _Run:
         """Decide by the prompt, the small model's answer, or its first tokens."""
         judge, wait = self._judge, self._wait()
         if self._mode == "route" or (judge.has_scores and not judge.asks_logprobs):
-            decision = judge.by_prompt(prompt, wait)
+            decision = self._by_prompt = judge.by_prompt(prompt, wait)
             self._note_drift()
             if not decision.small:
-                judge.conversations.escalate(prompt.conversation)
-                await self.large(decision, "routed")
+                await self._large_or(partial(self.small, small), decision, "routed", prompt)
                 return
             if self._mode == "route":
                 await self._direct_or_large(small, decision, prompt)
@@ -233,8 +292,7 @@ class _Run:
         """Ask the large model, as the small one has no answer."""
         if error is not None and self._asked.incoming.started:
             raise error
-        self._judge.conversations.escalate(prompt.conversation)
-        await self.large(Decision(False, "small unavailable"), "escalated")
+        await self.large(Decision(False, "small unavailable"), "escalated", prompt)
 
     def _upstream_body(self, small: Route, *, stream: bool) -> Body:
         """Return the request for the small model: with log-probabilities, if it tells any."""
@@ -248,12 +306,13 @@ class _Run:
 
     async def _whole(self, prompt: Prompt, small: Route, wait: float) -> None:
         """Have the small model answer, and judge that."""
-        body = self._upstream_body(small, stream=False)
+        asked = self._asked.body
         try:
-            gate, usage = await self._ask(small, body)
-            if gate.status in _REFUSED_FIELD and b"logprob" in gate.body:
-                self._lacks_logprobs(small)
-                gate, usage = await self._ask(small, self._upstream_body(small, stream=False))
+            gate, usage = await self._ask(small, self._upstream_body(small, stream=False))
+            if _refuses_logprobs(gate):
+                gate, usage = await self._ask(small, without_logprobs(asked, stream=False))
+                if gate.status == 200:
+                    self._lacks_logprobs(small)
         except _NO_ANSWER as error:
             await self._without_small(error, prompt)
             return
@@ -262,21 +321,23 @@ class _Run:
             self._count(usage, kept=False)
             await self._without_small(None, prompt)
             return
-        decision = self._judge.by_answer(prompt, said, wait)
+        decision = self._judge.by_answer(prompt, said, wait, self._by_prompt)
         self._note_drift()
         if decision.small:
             await self._send_whole(gate, decision, small, usage)
             return
-        self._judge.conversations.escalate(prompt.conversation)
+        is_sent = False
+
+        async def at_hand(told: Decision) -> None:
+            nonlocal is_sent
+            is_sent = True
+            await self._send_whole(gate, told, small, usage)
+
         try:
-            await self.large(decision, "escalated")
-        except HttpError:
-            if self._asked.incoming.started or decision.why != "score":
-                raise
-            # the answer at hand is better than none
-            await self._send_whole(gate, replace(decision, why="large unavailable"), small, usage)
-        else:
-            self._count(usage, kept=False)
+            await self._large_or(at_hand, decision, "escalated", prompt)
+        finally:
+            if not is_sent:
+                self._count(usage, kept=False)
 
     async def _ask(self, small: Route, body: Body) -> tuple[WholeGate, Usage]:
         gate = WholeGate()
@@ -312,11 +373,14 @@ class _Run:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def _prefix(self, prompt: Prompt, small: Route, wait: float) -> None:
-        """Have the small model begin, and judge its first tokens."""
+    async def _prefix(
+        self, prompt: Prompt, small: Route, wait: float, *, plain: bool = False
+    ) -> None:
+        """Have the small model begin, and judge its first tokens; ``plain``: without
+        log-probabilities, as its engine has refused these."""
         asked, judge = self._asked, self._judge
         gate = PrefixGate(asked.incoming, asked.body, judge.config.prefix_tokens)
-        body = self._upstream_body(small, stream=True)
+        body = asked.body if plain else self._upstream_body(small, stream=True)
         inner = replace(
             asked, incoming=behind(asked.incoming, gate), body=body, route=small,
             allowed=_no_fallback(asked.allowed),
@@ -326,13 +390,15 @@ class _Run:
         try:
             await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
             if not gate.ready.is_set():
-                await self._no_prefix(task, gate, prompt, small)
+                if await self._no_prefix(task, gate, prompt, small, plain=plain):
+                    await self._prefix(prompt, small, wait, plain=True)
                 return
-            decision = (
-                judge.by_prefix(prompt, gate.said(prompt), wait, is_whole=gate.is_whole)
-                if gate.is_answer
-                else Decision(False, "small unavailable")
-            )
+            if plain:
+                self._lacks_logprobs(small)
+            decision = Decision(False, "small unavailable")
+            if gate.is_answer:
+                said, known = gate.said(prompt), self._by_prompt
+                decision = judge.by_prefix(prompt, said, wait, known, is_whole=gate.is_whole)
             self._note_drift()
             if decision.small:
                 told = decision.note("small", small.model)
@@ -348,21 +414,24 @@ class _Run:
         # a request that was cut off tells no usage
         used = Used(round(asked.tokens), 0, gate.num_tokens)
         self._count([(small.tiers[0][0], used)], kept=False)
-        judge.conversations.escalate(prompt.conversation)
-        await self.large(decision, "escalated")
+        again = partial(self.small, small, by="small")
+        await self._large_or(again, decision, "escalated", prompt)
 
     async def _no_prefix(
-        self, task: asyncio.Future[Usage], gate: PrefixGate, prompt: Prompt, small: Route
-    ) -> None:
-        """Go on where the small model's engine has refused the request, or failed."""
+        self, task: asyncio.Future[Usage], gate: PrefixGate, prompt: Prompt, small: Route,
+        *, plain: bool,
+    ) -> bool:  # fmt: skip
+        """Go on where the small model's engine has refused the request, or failed. Returns whether
+        it is to be asked again without log-probabilities."""
         try:
             await task
         except _NO_ANSWER as error:
             await self._without_small(error, prompt)
-            return
-        if gate.status in _REFUSED_FIELD and b"logprob" in gate.body:
-            self._lacks_logprobs(small)
+            return False
+        if not plain and _refuses_logprobs(gate):
+            return True
         await self._without_small(None, prompt)
+        return False
 
     # ---------------------------------------------------------------- money
 
@@ -379,6 +448,12 @@ class _Run:
         total = Used(*(sum(getattr(used, n) for _, used in usage) for n in Used.__struct_fields__))
         avoided = spending.cost(tiers[0][0], total) if kept and tiers else 0
         metrics.cascade_saved(model, float(show_amount(avoided - paid)))
+
+
+def _refuses_logprobs(gate: WholeGate) -> bool:
+    """Whether an engine has refused a request that asks for log-probabilities, perhaps for that: a
+    refusal may also repeat the request. Only an answer to the same request without them tells."""
+    return gate.status in _REFUSED_FIELD and b"logprob" in gate.body
 
 
 def _no_fallback(allowed: Allowed) -> Allowed:

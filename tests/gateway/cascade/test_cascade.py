@@ -192,6 +192,21 @@ async def test_a_prefix_is_held_back_and_then_flushed_or_thrown_away(tmp_path: P
         assert wasted == 4
 
 
+async def test_thoughts_are_held_back_as_tokens(tmp_path: Path) -> None:
+    chunks = [
+        {"index": 0, "delta": {"reasoning_content": str(number)}, "finish_reason": None}
+        for number in range(6)
+    ]
+    parts = [b"data: " + json.dumps({"choices": [each]}).encode() + b"\n\n" for each in chunks]
+    path = calibration(tmp_path, modes=("route", "cascade", "prefix"))
+    slow = Step(parts=tuple(parts), gap=0.05, then="stall")
+    async with cascade(slow, LARGE, calibration=path, mode="prefix") as (_, _, gateway, http):
+        async with http.stream("POST", CHAT, json=asked(stream=True)) as response:
+            held = await anext(response.aiter_text())
+        assert held.count("reasoning_content") == 2
+        await until(lambda: is_clean(gateway))
+
+
 async def test_a_prefix_that_breaks_or_is_no_stream_is_no_answer(tmp_path: Path) -> None:
     path = calibration(tmp_path, first=4)
     broken = told(["a", "b", "c", "d", "e"], *[-0.1] * 5)
@@ -223,6 +238,41 @@ async def test_an_engine_without_logprobs_is_used_with_the_prompt_alone(tmp_path
         assert by(await http.post(CHAT, json=asked(messages=[{"role": "user", "content": "x"}])))
 
 
+async def test_a_prefix_without_logprobs_is_asked_for_again(tmp_path: Path) -> None:
+    no = Step(status=400, parts=(b'{"error":{"message":"unknown field logprobs"}}',), stream=False)
+    small = (no, told(["sm", "all"]), told(["x", "y"]))
+    path = calibration(tmp_path)
+    async with cascade(small, LARGE, calibration=path, mode="prefix") as (one, two, _, http):
+        response = await http.post(CHAT, json=asked(stream=True))
+        assert by(response) == "small" and text_of(streamed(response)) == "small"
+        hard = asked(messages=[{"role": "user", "content": "why?"}], stream=True)
+        assert by(await http.post(CHAT, json=hard)) == "routed" and len(two.bodies) == 1
+        assert ["logprobs" in body for body in one.bodies] == [True, False]
+
+
+@pytest.mark.parametrize("mode", ["cascade", "prefix"])
+async def test_one_bad_request_does_not_end_the_scores_of_others(tmp_path: Path, mode: Any) -> None:
+    told_why = b'{"error":{"message":"top_logprobs may be at most 8, got 20"}}'
+    no = Step(status=400, parts=(told_why,), stream=False)
+    good = said("small", *SURE) if mode == "cascade" else told(["sm", "all"], *SURE)
+    path = calibration(tmp_path)
+    async with cascade((no, no, good), LARGE, calibration=path, mode=mode) as (one, _, _, http):
+        bad = await http.post(CHAT, json=asked(stream=True, logprobs=True, top_logprobs=20))
+        assert by(bad) == "escalated" and len(one.bodies) == 2
+        messages = [{"role": "user", "content": "another"}]
+        next_one = await http.post(CHAT, json=asked(stream=True, messages=messages))
+        assert by(next_one) == "small" and one.bodies[2]["logprobs"] is True
+
+
+async def test_an_engine_without_logprobs_is_seen_once_by_its_drift(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    async with cascade(said("small"), LARGE, calibration=path) as (_, _, gateway, http):
+        judge = gateway._cascades._judges["chat"]
+        judge.asks_logprobs = False
+        assert by(await http.post(CHAT, json=asked())) == "small"
+        assert judge._scales["route"].drift._num_new == 1
+
+
 async def test_log_probabilities_that_the_caller_asked_for_stay(tmp_path: Path) -> None:
     path = calibration(tmp_path)
     async with cascade(said("small", *SURE), LARGE, calibration=path) as (_, _, _, http):
@@ -244,6 +294,57 @@ async def test_a_budget_that_the_large_model_exceeds_leaves_the_small_answer(
         assert by(response) == "small" and content(response) == "small" and not two.bodies
         assert 'why="large unavailable"' in response.headers["x-paceline-cascade"]
         assert gateway.spending.status()["ann"]["spent"] == "0.000015"
+
+
+@pytest.mark.parametrize("mode", ["route", "cascade", "prefix"])
+async def test_a_large_model_that_cannot_be_had_leaves_the_small_one_to_each_turn(
+    tmp_path: Path, mode: Any
+) -> None:
+    path, small = calibration(tmp_path), told(["sm", "all"], *UNSURE)
+    if mode == "cascade":
+        small = said("small", *UNSURE)
+    async with cascade(small, refused(503), calibration=path, mode=mode) as (
+        _, two, gateway, http,
+    ):  # fmt: skip
+        first = {"role": "user", "content": "why?"}
+        for turns in ([first], [first, {"role": "assistant", "content": "small"}, first]):
+            response = await http.post(CHAT, json=asked(stream=True, messages=turns))
+            assert text_of(streamed(response)) == "small"
+            assert by(response) == ("routed" if mode == "route" else "small")
+            assert 'why="large unavailable"' in response.headers["x-paceline-cascade"]
+        assert two.bodies
+        await until(lambda: is_clean(gateway))
+        # one request is counted once, as what it was
+        text = (await http.get("/metrics")).text
+        name = "paceline:gateway_cascade_requests_total"
+        assert metric(text, name, model="chat", answered_by="small") == 2
+        assert text.count(f"\n{name}{{") == 1
+
+
+@pytest.mark.parametrize("mode", ["route", "cascade"])
+async def test_what_the_large_model_finds_wrong_with_a_request_is_passed_on(
+    tmp_path: Path, mode: Any
+) -> None:
+    path = calibration(tmp_path)
+    async with cascade(said("small", *UNSURE), refused(400), calibration=path, mode=mode) as (
+        _, _, gateway, http,
+    ):  # fmt: skip
+        messages = [{"role": "user", "content": "why?"}]
+        response = await http.post(CHAT, json=asked(messages=messages))
+        assert response.status_code == 400 and "error" in response.json()
+        assert response.headers["x-paceline-engine"] == "e2"
+        assert len(response.headers.get_list("x-request-id")) == 1
+        await until(lambda: is_clean(gateway))
+
+
+async def test_a_caller_that_stops_the_large_answer_goes_on_with_it(tmp_path: Path) -> None:
+    path, large = calibration(tmp_path), told(["a", "b", "c"], gap=0.2)
+    async with cascade(said("small", *UNSURE), large, calibration=path) as (_, two, _, http):
+        async with http.stream("POST", CHAT, json=asked(stream=True)) as response:
+            assert response.status_code == 200
+        await until(lambda: two.hung_up == 1)
+        again = await http.post(CHAT, json=asked(stream=True))
+        assert 'why="conversation"' in again.headers["x-paceline-cascade"]
 
 
 async def test_both_models_count_against_a_limit_of_tokens(tmp_path: Path) -> None:

@@ -212,6 +212,22 @@ async def test_no_cloud_is_asked_for_what_it_stores() -> None:
         assert await statuses("bob", "private") == [200, 404, 404, 404, 404]
 
 
+async def test_several_choices_stay_in_with_the_small_model() -> None:
+    models = (
+        ModelConfig(name="chat", tiers=(("e2:m",),), cascade=CascadeConfig(small="small")),
+        ModelConfig(name="small", tiers=(("e1:m",),)),
+    )
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(scripted(said("fine")))
+        two = await stack.enter_async_context(scripted(said("cloud")))
+        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, models=models, spend_storage="", **fields)
+        _, http = await stack.enter_async_context(gateway_over(config, KEYS))
+        response = await post(http, CHAT, REASONS[0], chat(model="chat", n=2))
+        assert response.status_code == 200 and one.bodies[0]["n"] == 2
+        assert 'why="local_only"' in response.headers["x-paceline-cascade"] and not two.bodies
+
+
 async def test_a_header_of_tags_that_is_there_twice_counts_twice() -> None:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(scripted(refused(503)))
