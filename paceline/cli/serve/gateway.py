@@ -100,8 +100,9 @@ def run(args: argparse.Namespace) -> int:
     keys = _keys(config)
     if args.check:
         from paceline.gateway.cascade.check import cascade_lacks
+        from paceline.gateway.routing.data_policy import policy_lacks
 
-        for sentence in cascade_lacks(config):
+        for sentence in (*policy_lacks(config), *cascade_lacks(config)):
             print(sentence)
         print(f"{len(config.engines)} engines, {len(config.models)} models: the file is valid")
         return 0

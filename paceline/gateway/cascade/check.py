@@ -28,8 +28,8 @@ def cascade_lacks(config: GatewayConfig) -> list[str]:
             continue
         first = [Target.parse(text).engine for text in tiers[cascade.small][0]]
         found += [
-            f"model {model.name}: engine {name} of {cascade.small} tells no logprobs, as its kind "
-            "anthropic has none: the prompt alone is scored"
+            f"model {model.name}: engine {name} of {cascade.small} returns no logprobs, as its "
+            "kind anthropic has none: the prompt alone is scored"
             for name in first
             if kinds[name] == "anthropic"
         ]

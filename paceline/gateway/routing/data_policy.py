@@ -12,7 +12,7 @@ from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.settings.config import GatewayConfig
 
-__all__ = ["NO_POLICY", "DataPolicy", "data_policy"]
+__all__ = ["NO_POLICY", "DataPolicy", "data_policy", "policy_lacks"]
 
 _TAGS: Final = b"x-paceline-tags"
 
@@ -42,6 +42,14 @@ def data_policy(config: GatewayConfig) -> DataPolicy:
     if any(keys.values()) or config.local_only_tags or config.local_only_patterns:
         return _Rules(keys, config.local_only_tags, config.local_only_patterns)
     return NO_POLICY
+
+
+def policy_lacks(config: GatewayConfig) -> list[str]:
+    """Return a sentence for ``paceline gateway --check`` where rules keep nothing back."""
+    has_rules = data_policy(config) is not NO_POLICY or any(m.local_only for m in config.models)
+    if not has_rules or any(engine.cloud for engine in config.engines):
+        return []
+    return ["local_only keeps nothing back: none of the engines has cloud = true"]
 
 
 class _Rules(DataPolicy):

@@ -11,6 +11,7 @@ calibration = "chat.json"        # of ``paceline calibrate``
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal
 
 import msgspec
@@ -22,6 +23,7 @@ __all__ = ["CascadeConfig", "Mode", "UnderLoad", "check_cascade"]
 Mode = Literal["route", "cascade", "prefix"]
 
 _MOST_PREFIX: Final = 256
+_HEADER: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 class UnderLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,6 +71,9 @@ def check_cascade(model: str, cascade: CascadeConfig) -> None:
         raise ConfigError(
             f"{where}.prefix_tokens must be 1 to {_MOST_PREFIX}, got {cascade.prefix_tokens}"
         )
+    header = cascade.conversation_header
+    if header and not _HEADER.fullmatch(header):
+        raise ConfigError(f"{where}.conversation_header: {header[:80]!r} is no name of a header")
     if not cascade.calibration and (cascade.mode != "cascade" or under is not None):
         what = "under_load" if under is not None else f"mode {cascade.mode}"
         raise ConfigError(f"{where}: {what} needs a calibration, a file of paceline calibrate")

@@ -282,7 +282,7 @@ def check_config(config: GatewayConfig) -> None:
         _check_model(model, config)
         if model.cascade is not None:
             _check_small(model, model.cascade, config)
-    _check_patterns(config)
+    _check_local_only(config)
     for name, low in (
         ("poll_interval", 0.01),
         ("poll_timeout", 0.01),
@@ -349,7 +349,14 @@ def _check_small(model: ModelConfig, cascade: CascadeConfig, config: GatewayConf
         )
 
 
-def _check_patterns(config: GatewayConfig) -> None:
+def _check_local_only(config: GatewayConfig) -> None:
+    for tag in config.local_only_tags:
+        # a rule that finds nothing would let everything out
+        if not tag.strip() or "," in tag:
+            raise ConfigError(
+                f"local_only_tags: {tag[:80]!r} is no tag: one has a character at least, and no "
+                "comma"
+            )
     for pattern in config.local_only_patterns:
         try:
             re.compile(pattern)

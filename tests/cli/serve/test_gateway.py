@@ -38,6 +38,20 @@ def test_a_file_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "holds no key" in capsys.readouterr().err
 
 
+def test_a_policy_that_keeps_nothing_back_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gateway.toml"
+    engine = ENGINE.format(url="http://127.0.0.1:1")
+    for rule in ('local_only_tags = ["x"]\n', '[[keys]]\nname = "*"\nlocal_only = true\n'):
+        for cloud in ("", "cloud = true\n"):
+            top, key = (rule, "") if rule.startswith("local") else ("", rule)
+            path.write_text(top + engine + cloud + key)
+            assert main(["gateway", str(path), "--check"]) == 0
+            told = "local_only keeps nothing back" in capsys.readouterr().out
+            assert told == (not cloud)
+
+
 def test_what_a_cascade_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gateway.toml"
     engine = ENGINE.format(url="http://127.0.0.1:1")
@@ -47,7 +61,7 @@ def test_what_a_cascade_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     for kind, more, words in (
         ("auto", "", "without a calibration exact faults alone decide"),
-        ("anthropic", ["route", "cascade", "prefix"], "engine a of s tells no logprobs"),
+        ("anthropic", ["route", "cascade", "prefix"], "engine a of s returns no logprobs"),
         ("auto", ["route"], "was made without logprobs: the prompt alone is scored"),
     ):
         made = f'calibration = "{calibration(tmp_path, modes=more)}"\n' if more else ""

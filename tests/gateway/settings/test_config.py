@@ -83,6 +83,9 @@ def test_a_good_one() -> None:
         ),
         (TWO.replace('"m"', '"m*"'), "a name with a \\* has no cascade"),
         ("local_only_patterns = ['(']\n" + ENGINE, "no regular expression"),
+        ('local_only_tags = ["a, b"]\n' + ENGINE, "'a, b' is no tag"),
+        ('local_only_tags = [" "]\n' + ENGINE, "' ' is no tag"),
+        (TWO + 'conversation_header = "x chat"', "'x chat' is no name of a header"),
         (
             ENGINE + 'cloud = true\n[[models]]\nname = "m"\ntiers = [["a"]]\nlocal_only = true',
             "all its engines are cloud",
