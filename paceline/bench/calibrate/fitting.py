@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from paceline.bench.calibrate.curves import Outcomes
 from paceline.bench.calibrate.labels import Label
-from paceline.gateway.cascade.answer import Said, read_said
+from paceline.gateway.cascade.answer import Said, features_of, read_said
 from paceline.gateway.cascade.prompt import Prompt, read_prompt
 from paceline.gateway.settings.calibration import Calibration, Fitted, Side
 from paceline.gateway.settings.cascade import Mode
 from paceline.routing.cascade import (
     Features,
     Scorer,
-    confidence_of,
     exact_fault,
     fit_scorer,
     is_refusal,
@@ -65,11 +64,7 @@ class Measured(msgspec.Struct, frozen=True):
         return exact_fault(self.said.answer)
 
     def features(self, mode: Mode, first: int) -> Features:
-        dense = self.prompt.form()
-        if mode != "route":
-            tokens = self.said.tokens if mode == "cascade" else self.said.tokens[:first]
-            dense = np.concatenate((dense, confidence_of(tokens, first)))
-        return Features(self.prompt.ngrams(), dense)
+        return features_of(self.prompt, None if mode == "route" else self.said, mode, first)
 
 
 def measured(

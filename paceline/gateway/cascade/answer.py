@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from paceline.gateway.cascade.prompt import Prompt
 from paceline.gateway.requests.body import Body
+from paceline.gateway.settings.cascade import Mode
 from paceline.gateway.streams.openai_stream import DONE
-from paceline.routing.cascade import Answer, Token
+from paceline.routing.cascade import Answer, Features, Token, confidence_of
 
 __all__ = [
     "Said",
     "events_of",
+    "features_of",
     "read_said",
     "shown",
     "tokens_of",
@@ -122,6 +125,20 @@ def read_said(data: bytes, prompt: Prompt) -> Said | None:
         schema=prompt.schema,
     )
     return Said(answer, tokens)
+
+
+def features_of(prompt: Prompt, said: Said | None, mode: Mode, first: int) -> Features:
+    """Return the features of a request in a mode, the same for a fit and for a decision.
+
+    Args:
+        said: the answer, or its beginning; None: the prompt alone decides.
+        first: tokens of a prefix.
+    """
+    dense = prompt.form()
+    if said is not None:
+        tokens = said.tokens if mode == "cascade" else said.tokens[:first]
+        dense = np.concatenate((dense, confidence_of(tokens, first)))
+    return Features(prompt.ngrams(), dense)
 
 
 def shown(whole: dict[str, Any], body: Body, note: Mapping[str, Any] | None) -> dict[str, Any]:

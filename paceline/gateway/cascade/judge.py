@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.gateway.cascade.answer import Said
+from paceline.gateway.cascade.answer import Said, features_of
 from paceline.gateway.cascade.prompt import Prompt
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.settings.calibration import Calibration, Fitted, digest_of, read_calibration
@@ -20,8 +19,6 @@ from paceline.routing.cascade import (
     Conversations,
     Drift,
     Easing,
-    Features,
-    confidence_of,
     exact_fault,
     is_refusal,
     pick_threshold,
@@ -68,11 +65,7 @@ class _Scale:
         self.drift = Drift([score for score in fitted.scores if score] or fitted.scores)
 
     def decide(self, prompt: Prompt, said: Said | None, wait: float) -> Decision:
-        dense = prompt.form()
-        if said is not None:
-            tokens = said.tokens if self._mode == "cascade" else said.tokens[: self._first]
-            dense = np.concatenate((dense, confidence_of(tokens, self._first)))
-        score = self._scorer.score(Features(prompt.ngrams(), dense))
+        score = self._scorer.score(features_of(prompt, said, self._mode, self._first))
         threshold = self._easing.threshold(wait)
         self.drift.saw(score)
         return Decision(score >= threshold, "score", score, threshold)
