@@ -121,6 +121,7 @@ def read_said(data: bytes, prompt: Prompt) -> Said | None:
         refusal=message.refusal or "",
         calls=[(c.function.name, c.function.arguments) for c in message.tool_calls or ()],
         tools=prompt.tools,
+        wants_call=prompt.wants_call,
         wants_json=prompt.wants_json,
         schema=prompt.schema,
     )

@@ -162,6 +162,7 @@ class PrefixGate(WholeGate):
             finish_reason=self._finish or "stop",
             calls=[(name, arguments) for name, arguments in self._calls.values()],
             tools=prompt.tools,
+            wants_call=prompt.wants_call,
             wants_json=prompt.wants_json,
             schema=prompt.schema,
         )

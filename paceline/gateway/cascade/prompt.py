@@ -39,6 +39,8 @@ class Prompt(msgspec.Struct, frozen=True):
     num_messages: int
     # parameters of the tools, by name
     tools: Mapping[str, Any]
+    # one of these must be called
+    wants_call: bool
     wants_json: bool
     # schema of the JSON; None: any
     schema: Any
@@ -64,6 +66,7 @@ def read_prompt(body: Body, tenant: str, conversation: bytes = b"") -> Prompt | 
         messages = msgspec.json.decode(fields.get("messages", b"null"), type=list[_Message])
         tools = msgspec.json.decode(fields.get("tools", b"[]"), type=list[_Tool] | None) or []
         wanted = msgspec.json.decode(fields.get("response_format", b"null"))
+        choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     asked = [_text_of(each.content) for each in messages if each.role == "user"]
@@ -79,6 +82,7 @@ def read_prompt(body: Body, tenant: str, conversation: bytes = b"") -> Prompt | 
         conversation=Conversations.key([tenant.encode(), *parts]),
         num_messages=len(messages),
         tools={tool.function.name: tool.function.parameters for tool in tools if tool.function},
+        wants_call=choice == "required" or (isinstance(choice, dict) and "function" in choice),
         wants_json=kind in ("json_object", "json_schema"),
         schema=_schema_of(wanted) if kind == "json_schema" else None,
     )

@@ -38,6 +38,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     calls: Sequence[tuple[str, str]] = ()
     # parameters of the tools that the request offers, by name
     tools: Mapping[str, Any] = {}
+    # the request demands a call
+    wants_call: bool = False
     # the request asks for JSON, and with this schema; None: with any
     wants_json: bool = False
     schema: Any = None
@@ -52,6 +54,8 @@ def exact_fault(answer: Answer) -> str:
         return "length"
     if answer.calls:
         return "tool" if any(_is_bad_call(*call, answer.tools) for call in answer.calls) else ""
+    if answer.wants_call:
+        return "tool"
     if not answer.text.strip():
         return "empty"
     if answer.wants_json:

@@ -33,6 +33,7 @@ from tests.gateway.helpers import (
 
 SURE, UNSURE = (-0.1, -0.2), (-3.0, -0.2)
 LARGE = said("large")
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 PRICES = (
     PriceConfig(engine="e1", input=1, output=1),
     PriceConfig(engine="e2", input=100, output=100),
@@ -93,6 +94,7 @@ async def test_the_small_answer_is_sent_where_it_is_sure(tmp_path: Path, stream:
         (said("I'm sorry, I can't.", *SURE), {}, "refusal"),
         (said("cut", *SURE, reason="length"), {}, "length"),
         (said("no json", *SURE), {"response_format": {"type": "json_object"}}, "json"),
+        (said("no call", *SURE), {"tools": TOOLS, "tool_choice": "required"}, "tool"),
         (refused(500), {}, "small unavailable"),
         (refused(400), {}, "small unavailable"),
     ],

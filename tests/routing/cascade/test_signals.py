@@ -55,6 +55,8 @@ SCHEMA = {
         ({"text": "", "calls": [("f", '{"n": 1}')], "tools": {"f": SCHEMA}}, ""),
         ({"text": "", "calls": [("f", '{"m": 1}')], "tools": {"f": SCHEMA}}, "tool"),
         ({"text": "", "calls": [("g", "{}")], "tools": {"f": SCHEMA}}, "tool"),
+        ({"text": "Paris", "tools": {"f": SCHEMA}, "wants_call": True}, "tool"),
+        ({"text": "", "calls": [("f", '{"n": 1}')], "tools": {"f": 1}, "wants_call": True}, ""),
     ],
 )
 def test_exact_faults(fields: dict[str, Any], fault: str) -> None:
