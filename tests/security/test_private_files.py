@@ -22,6 +22,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from paceline.bench.calibrate.asking import Answers
+from paceline.bench.calibrate.labels import Check, Label
 from paceline.checkpoints.hub.catalogue import Alias
 from paceline.checkpoints.hub.pip_models import pull
 from paceline.gateway.billing.ledger import Ledger
@@ -44,6 +46,7 @@ PLACES = {
     "files.py": "the functions that the others use",
     "checkpoints/hub/pip_models.py": "",
     "checkpoints/hub/cache.py": "models of the hub, in a cache that other programs read too",
+    "bench/calibrate/asking.py": "",
     "cli/offline/batch_files.py": "",
     "engine/recorder.py": "",
     "gateway/billing/ledger.py": "",
@@ -54,6 +57,7 @@ PLACES = {
     "engine/process/client.py": "a folder for sockets by mkdtemp, which makes it 0700",
     "engine/process/in_flight.py": "0600, in that folder",
     "engine/text/template_worker.py": "/proc only",
+    "vllm/channel.py": "folders for sockets, 0700",
     "web/what_if/service.py": "in the places",
     "web/what_if/trace.py": "in the places",
     "web/what_if/storage.py": "a folder by mkdtemp, which makes it 0700",
@@ -176,6 +180,13 @@ def test_what_a_gateway_writes(tmp_path: Path) -> None:
 
     asyncio.run(spend())
     assert "spend.sqlite" in files(tmp_path) and public(tmp_path) == []
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_a_calibration_writes(tmp_path: Path) -> None:
+    label = Label(Check(exact="4"), prompt="2 + 2?")
+    Answers(tmp_path / "chat.answers.jsonl").add("small", label, {"choices": []})
+    assert files(tmp_path) == {"chat.answers.jsonl"} and public(tmp_path) == []
 
 
 @pytest.mark.usefixtures("open_umask")

@@ -237,7 +237,8 @@ async def test_an_engine_without_logprobs_is_used_with_the_prompt_alone(tmp_path
         # from then on the prompt decides before the small model is asked
         hard = await http.post(CHAT, json=asked(messages=[{"role": "user", "content": "why?"}]))
         assert by(hard) == "routed" and content(hard) == "large" and len(one.bodies) == 2
-        assert by(await http.post(CHAT, json=asked(messages=[{"role": "user", "content": "x"}])))
+        easy = await http.post(CHAT, json=asked(messages=[{"role": "user", "content": "x"}]))
+        assert by(easy) == "small" and "logprobs" not in one.bodies[2]
 
 
 async def test_a_prefix_without_logprobs_is_asked_for_again(tmp_path: Path) -> None:
