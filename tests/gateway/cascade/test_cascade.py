@@ -194,18 +194,20 @@ async def test_a_prefix_is_held_back_and_then_flushed_or_thrown_away(tmp_path: P
         assert wasted == 4
 
 
-async def test_thoughts_are_held_back_as_tokens(tmp_path: Path) -> None:
-    chunks = [
-        {"index": 0, "delta": {"reasoning_content": str(number)}, "finish_reason": None}
-        for number in range(6)
-    ]
-    parts = [b"data: " + json.dumps({"choices": [each]}).encode() + b"\n\n" for each in chunks]
-    path = calibration(tmp_path, modes=("route", "cascade", "prefix"))
-    slow = Step(parts=tuple(parts), gap=0.05, then="stall")
-    async with cascade(slow, LARGE, calibration=path, mode="prefix") as (_, _, gateway, http):
+@pytest.mark.parametrize("kind", ["log-probabilities", "texts", "thoughts"])
+async def test_no_more_tokens_than_the_first_are_held_back(tmp_path: Path, kind: str) -> None:
+    words = ["a", "b", "c", "d", "e", "f"]
+    parts = told(words, *(SURE * 3 if kind == "log-probabilities" else ())).parts
+    if kind == "thoughts":
+        parts = tuple(part.replace(b"content", b"reasoning_content", 1) for part in parts)
+    slow = Step(parts=parts, gap=0.1, then="stall")
+    path = calibration(tmp_path, first=3)
+    async with cascade(
+        slow, LARGE, calibration=path, mode="prefix", prefix_tokens=3
+    ) as (_, _, gateway, http):  # fmt: skip
         async with http.stream("POST", CHAT, json=asked(stream=True)) as response:
             held = await anext(response.aiter_text())
-        assert held.count("reasoning_content") == 2
+        assert held.count('"delta"') == 3 and by(response) == "small"
         await until(lambda: is_clean(gateway))
 
 
