@@ -66,7 +66,8 @@ class Source(msgspec.Struct, frozen=True):
     def entry(self) -> dict[str, Any]:
         """Return what the server lists of the model. Raises AskError."""
         listed = self.fetch("/models", None)
-        entries = listed.get("data", []) if isinstance(listed, dict) else []
+        entries = listed.get("data") if isinstance(listed, dict) else None
+        entries = [each for each in entries if isinstance(each, dict)] if entries else []
         found = [each for each in entries if each.get("id") == self.model]
         if not found:
             names = ", ".join(str(each.get("id")) for each in entries[:10]) or "none"
@@ -88,9 +89,10 @@ def ask(source: Source, label: Label, *, logprobs: bool) -> dict[str, Any]:
 
 
 def _checked(source: Source, answer: Any) -> dict[str, Any]:
-    if not isinstance(answer, dict) or not answer.get("choices"):
-        raise AskError(f"{source.url} answers without choices")
-    return answer
+    match answer:
+        case {"choices": [{"message": dict()}, *_]}:
+            return dict(answer)
+    raise AskError(f"{source.url} answers without choices")
 
 
 class Answers:

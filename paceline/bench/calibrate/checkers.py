@@ -92,7 +92,7 @@ def _by_judge(check: Check, label: Label, text: str) -> float:
         said = text_of(source.fetch("/chat/completions", body, check.timeout))
     except AskError as error:
         raise CheckFailedError(f"the judge gave no grade: {error}") from None
-    except (KeyError, IndexError, TypeError):
+    except (AttributeError, KeyError, IndexError, TypeError):
         raise CheckFailedError(f"the judge {check.judge} answers without choices") from None
     found = _GRADE.search(said)
     if found is None:

@@ -106,17 +106,19 @@ async def test_too_few_labels_are_counted_and_what_failed_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with AsyncExitStack() as stack:
-        fails: Any = lambda body: large(body) if number(body) else (500, {"error": "no"})  # noqa: E731
+        odd: Any = [(500, {"error": "no"}), {"choices": [None]}]
+        fails: Any = lambda body: odd[number(body)] if number(body) < 2 else large(body)  # noqa: E731
         answering = ({"/v1/chat/completions": say} for say in (small, fails))
         engines = [
             await stack.enter_async_context(scripted(GOOD, pages=pages)) for pages in answering
         ]
         assert await run(write(tmp_path, engines, 12, 0.05)) == 2
         told = capsys.readouterr().err
-        assert "answers 500" in told and "1 answers failed" in told and "11 labels are left" in told
-        assert "max_loss 0.05 needs 38 labels" in told and "are 11: 27 are missing" in told
+        assert "answers 500" in told and "2 answers failed" in told and "10 labels are left" in told
+        assert "answers without choices" in told
+        assert "max_loss 0.05 needs 38 labels" in told and "are 10: 28 are missing" in told
         # and what was measured is kept
-        assert len((tmp_path / "chat.answers.jsonl").read_text().split("\n")) == 24
+        assert len((tmp_path / "chat.answers.jsonl").read_text().split("\n")) == 23
         assert not (tmp_path / "chat.json").exists()
 
 
