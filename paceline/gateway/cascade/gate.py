@@ -129,6 +129,7 @@ class PrefixGate(WholeGate):
         self._held: list[dict[str, Any] | bytes] = []
         self._tokens: list[Token] = []
         self._text: list[str] = []
+        self._refusal: list[str] = []
         self._calls: dict[int, list[str]] = {}
         self._finish = ""
         # the engine failed behind its first token, and no other one could go on
@@ -160,6 +161,7 @@ class PrefixGate(WholeGate):
         answer = Answer(
             text="".join(self._text),
             finish_reason=self._finish or "stop",
+            refusal="".join(self._refusal),
             calls=[(name, arguments) for name, arguments in self._calls.values()],
             tools=prompt.tools,
             wants_call=prompt.wants_call,
@@ -216,6 +218,9 @@ class PrefixGate(WholeGate):
         text = delta.get("content")
         if isinstance(text, str) and text:
             self._text.append(text)
+        refusal = delta.get("refusal")
+        if isinstance(refusal, str):
+            self._refusal.append(refusal)
         for call in delta.get("tool_calls") or ():
             told = call.get("function") or {}
             kept = self._calls.setdefault(call.get("index", 0), ["", ""])

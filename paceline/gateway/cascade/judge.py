@@ -137,7 +137,7 @@ class Judge:
         """Decide from the beginning of an answer; ``is_whole``: there is no more of it."""
         if is_whole and (fault := exact_fault(said.answer)):
             return Decision(False, fault)
-        if is_refusal(said.answer.text):
+        if said.answer.refusal or is_refusal(said.answer.text):
             return Decision(False, "refusal")
         return self._by_tokens("prefix", prompt, said, wait, known)
 

@@ -170,6 +170,7 @@ async def test_a_prefix_is_held_back_and_then_flushed_or_thrown_away(tmp_path: P
         told(words, -0.1, -0.1, -5.0, -5.0, -5.0, gap=0.05),
         told(words, -3.0, -3.0, -0.1, -0.1, -0.1, gap=0.2),
         told(["sorry", ", no"], -0.1, -0.1),
+        Step(parts=tuple(p.replace(b"content", b"refusal", 1) for p in told(words).parts), gap=0.2),
     )
     async with cascade(small, told(["large"]), calibration=path, mode="prefix") as (
         one,
@@ -182,16 +183,16 @@ async def test_a_prefix_is_held_back_and_then_flushed_or_thrown_away(tmp_path: P
         assert text_of(events) == "abcde" and events[-1] == "[DONE]" and by(kept) == "small"
         assert all(choice["logprobs"] is None for e in events[:-1] for choice in e["choices"])
         assert events[-2]["paceline"]["cascade"]["by"] == "small" and not two.bodies
-        for text, why in (("second", "score"), ("third", "refusal")):
+        for text, why in (("second", "score"), ("third", "refusal"), ("4", "refusal")):
             messages = [{"role": "user", "content": text}]
             thrown = await http.post(CHAT, json=asked(stream=True, messages=messages))
             assert text_of(streamed(thrown)) == "large" and by(thrown) == "escalated"
             assert f'why="{why}"' in thrown.headers["x-paceline-cascade"]
-        # the stream that was thrown away was cut at the engine
-        await until(lambda: one.hung_up == 1 and is_clean(gateway))
+        # the streams that were thrown away were cut at the engine
+        await until(lambda: one.hung_up == 2 and is_clean(gateway))
         text = (await http.get("/metrics")).text
         wasted = metric(text, "paceline:gateway_cascade_wasted_tokens_total", model="chat")
-        assert wasted == 4
+        assert wasted == 6
 
 
 @pytest.mark.parametrize("kind", ["log-probabilities", "texts", "thoughts"])
