@@ -223,7 +223,7 @@ class Gateway:
         if not route.tiers and route.local_only:
             raise HttpError(
                 503,
-                f"this request may not go to a cloud, and all engines of {route.shown} are",
+                f"this request may not go to a cloud, and all engines of {route.shown} are clouds",
                 60.0,
             )
 
