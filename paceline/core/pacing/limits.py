@@ -155,11 +155,10 @@ class PacedStep(Step):
             self.seconds = 0.0
 
     def _yields(self, late: Request, free: int) -> bool:
-        """Whether it leaves the ``free`` slots, fewer than the root of all, to newcomers: by so
-        many the busy ones vary under Poisson arrivals (square-root staffing)."""
-        spare = round(math.sqrt(self.state.config.max_num_seqs))
-        busy = self.state.running.most_tokens[Tier.ORDINARY] > 0
-        return free < spare and busy and not self.share.has_share(late)
+        """Whether it leaves the ``free`` slots to newcomers: fewer than the root of the slots that
+        ordinary work takes, which vary by so many (square-root staffing)."""
+        slots, left_over = self.state.config.max_num_seqs, self.share.left_over(late, self.now)
+        return free < round(math.sqrt(slots * (1.0 - left_over))) and not self.share.has_share(late)
 
     def _limit(self, request: Request) -> float:
         """Return the predicted seconds of the step above which a best-effort request stays out."""

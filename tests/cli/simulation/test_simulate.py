@@ -176,7 +176,7 @@ def test_chances_are_chances(value: str, capsys: pytest.CaptureFixture[str]) -> 
 def flags_by_group(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, set[str]]:
     """As its help shows them."""
     with pytest.raises(SystemExit):
-        build_parser().parse_args([command, "--help"])
+        build_parser().parse_args([command, "--help=all" if command == "serve" else "--help"])
     groups: dict[str, set[str]] = {}
     title = ""
     for line in capsys.readouterr().out.splitlines():
