@@ -57,6 +57,7 @@ class PacedScheduler(AsyncScheduler):
     running: list[Any]
     waiting: Any
     max_num_scheduled_tokens: int
+    max_num_running_reqs: int
 
     # the core's clock, and the one on which vLLM notes when a request arrived
     clock = staticmethod(time.monotonic)
@@ -152,6 +153,7 @@ class PacedScheduler(AsyncScheduler):
     def _stage(self) -> tuple[SchedulerOutput, list[Any], list[Any], list[Any]]:
         """Plan the next step. Returns the plan, its running and its waiting requests in its order,
         and the running ones that it leaves out. What the core does not know comes last."""
+        self.pacer.foreign &= self.requests.keys()
         plan = self.pacer.plan()
         for name in plan.released:
             request = self.requests.get(name)
@@ -163,11 +165,20 @@ class PacedScheduler(AsyncScheduler):
             super().finish_requests(name, RequestStatus.FINISHED_ERROR)
         running = RequestStatus.RUNNING
         named = [self.requests[row.request_id] for row in plan.rows]
-        named += [self.requests[name] for name in self.pacer.foreign if name in self.requests]
-        shown = [request for request in named if request.status == running]
         admitted = [request for request in named if request.status != running]
+        if self.pacer.foreign:
+            admitted += self._sessions()
+            named += [self.requests[name] for name in self.pacer.foreign]
+            # they take places of which the core does not know
+            del admitted[max(0, self.max_num_running_reqs - len(self.running)) :]
+        shown = [request for request in named if request.status == running]
         kept = set(map(id, shown))
         return plan, shown, admitted, [each for each in self.running if id(each) not in kept]
+
+    def _sessions(self) -> list[Any]:
+        """Return the waiting requests that the core does not know. One that waits for more of its
+        prompt lies in another queue of vLLM's, which ``schedule`` reads by itself."""
+        return [each for each in self.waiting if each.request_id in self.pacer.foreign]
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int

@@ -211,6 +211,35 @@ def test_streaming_input_is_vllms_alone(paced_class: Any) -> None:
     engine.run()
     assert len(engine.tokens["session"]) == len(engine.tokens["ours"]) == 5
     assert not engine.scheduler.pacer.counts.num_own_steps
+    engine.add("more", 8, 1)
+    engine.run()
+    assert not engine.scheduler.pacer.foreign, "the session has ended"
+
+
+def test_session_in_a_queue_of_its_own_is_scheduled_once(paced_class: Any) -> None:
+    engine = Engine(paced_class)
+    engine.add("session", 30, 5, resumable=True)
+    # so vLLM keeps one that waits for more of its prompt: its own schedule() reads that queue
+    engine.scheduler.waiting.clear()
+    engine.add("ours", 30, 5)
+    engine.step()
+    assert engine.steps == [{"ours": 30}]
+
+
+def test_sessions_take_places_of_running_requests(
+    paced_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(paced_class, max_num_seqs=2)
+    engine.add("session", 8, 40, resumable=True)
+    engine.add("runs", 8, 40)
+    engine.step()
+    engine.add("waits", 8, 4)
+    # a plan that leaves a running request out has a place for another, and vLLM has none
+    plan = SimpleNamespace(released=(), rows=[SimpleNamespace(request_id="waits")])
+    monkeypatch.setattr(engine.scheduler.pacer, "plan", lambda: plan)
+    _, shown, admitted, hidden = engine.scheduler._stage()
+    named = [[each.request_id for each in part] for part in (shown, admitted, hidden)]
+    assert named == [["session"], [], ["runs"]]
 
 
 def test_fault_of_ours_ends_pacing_and_not_the_engine(
