@@ -24,7 +24,7 @@ from urllib.parse import urljoin
 ROOT: Final = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from paceline.vllm.names import CACHE_NAMES, READ, SCHEDULER_NAMES  # noqa: E402
+from paceline.vllm.names import ATTRIBUTES, CACHE_NAMES, READ, SCHEDULER_NAMES  # noqa: E402
 
 INDEX: Final = "https://pypi.org/pypi/vllm/"
 SCHEDULER: Final = "vllm/v1/core/sched/scheduler.py"
@@ -69,6 +69,7 @@ def missing(files: Mapping[str, str]) -> Iterator[str]:
         return
     scheduler = _class(trees[SCHEDULER], "Scheduler")
     yield from _methods(scheduler, "Scheduler", SCHEDULER_NAMES)
+    yield from _attributes(scheduler, "Scheduler", ATTRIBUTES)
     read = {
         n.attr for n in ast.walk(_method(scheduler, "schedule")) if isinstance(n, ast.Attribute)
     }

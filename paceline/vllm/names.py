@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from paceline.errors import ConfigError
 
-__all__ = ["CACHE_NAMES", "READ", "SCHEDULER_NAMES", "TRIED", "check_names"]
+__all__ = ["ATTRIBUTES", "CACHE_NAMES", "READ", "SCHEDULER_NAMES", "TRIED", "check_names"]
 
 # 0.32 by `make test-upstreams KINDS=paced` and `make bench NAME=vllm`, 0.31 on its virtual clock
 TRIED: Final = ("0.31", "0.32")
@@ -30,6 +30,11 @@ SCHEDULER_NAMES: Final = {
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
 }
 CACHE_NAMES: Final = {"get_computed_blocks": ("request",), "get_blocks": ("request_id",)}
+# attributes of the scheduler that are used
+ATTRIBUTES: Final = (
+    "requests", "running", "waiting", "max_num_scheduled_tokens", "max_num_running_reqs",
+    "max_model_len", "policy",
+)  # fmt: skip
 # attributes that ``schedule`` must read in each call, so that changing them has an effect
 READ: Final = ("running", "waiting", "max_num_scheduled_tokens", "_reserve_prefill_lookahead")
 _log: Final = logging.getLogger(__name__)
@@ -58,7 +63,7 @@ def _missing(scheduler: Any, base: type) -> Iterator[str]:
     for name in SCHEDULER_NAMES:
         if not callable(getattr(base, name, None)):
             yield f"Scheduler.{name}"
-    for name in ("requests", "running", "waiting", "max_num_scheduled_tokens"):
+    for name in ATTRIBUTES:
         if not hasattr(scheduler, name):
             yield f"Scheduler.{name}"
     read = inspect.unwrap(getattr(base, "schedule", _missing)).__code__.co_names

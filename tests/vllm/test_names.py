@@ -12,6 +12,9 @@ _SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_names.py"
 
 SCHEDULER = """
 class Scheduler:
+    def __init__(self):
+        self.requests = self.running = self.waiting = self.max_num_scheduled_tokens = 0
+        self.max_num_running_reqs = self.max_model_len = self.policy = 0
     def schedule(self, throttle=False):
         self.running, self.waiting, self.max_num_scheduled_tokens
         self._reserve_prefill_lookahead(1, 2, 3)
@@ -70,6 +73,7 @@ def test_every_name_is_there(script: Any) -> None:
     ("old", "new", "gone"),
     [
         ("def _preempt_request(", "def _preempt(", "Scheduler._preempt_request"),
+        ("self.policy = 0", "0", "Scheduler.policy"),
         (
             "def finish_requests(self, request_ids,", "def finish_requests(self, names,",
             "Scheduler.finish_requests(request_ids, finished_status), which is now (names, "

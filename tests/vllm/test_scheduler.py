@@ -423,6 +423,20 @@ def test_missing_names_are_named(paced_class: Any, monkeypatch: pytest.MonkeyPat
     assert "KVCacheManager.get_computed_blocks" in str(error.value)
 
 
+def test_missing_attributes_are_named(paced_class: Any) -> None:
+    class Other(paced_class):  # type: ignore[misc]
+        # a property that vLLM may have renamed
+        @property
+        def policy(self) -> Any:
+            raise AttributeError
+
+        @policy.setter
+        def policy(self, value: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"lacks Scheduler\.policy\."):
+        Other(fake.Config())
+
+
 def test_schedule_that_cuts_no_chunks_is_refused(
     paced_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
