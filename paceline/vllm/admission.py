@@ -28,12 +28,12 @@ import msgspec
 from paceline.core.outputs import Timeline
 from paceline.errors import InvalidRequestError, QueueFullError, RequestError
 from paceline.http.errors import HttpError, error_body, reply_to
-from paceline.http.fields import show
+from paceline.http.fields import check_boolean, check_object, show
 from paceline.server.protocol.responses import Explanation
 from paceline.server.protocol.targets import parse_slo, parse_tenant, with_headers
 from paceline.vllm.channel import ask
 from paceline.vllm.metrics import metrics_lines
-from paceline.vllm.requests import ARGUMENTS, TAG, slo_arguments, slo_of
+from paceline.vllm.requests import ARGUMENTS, TAG, slo_arguments, slo_of, tenant_of
 
 __all__ = ["Admission"]
 
@@ -69,20 +69,24 @@ class Admission:
     async def __call__(
         self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
     ) -> None:
-        path, method = scope.get("path", ""), scope.get("method", "")
+        # behind vLLM's --root-path, the path has that in front
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        method = scope.get("method", "")
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif method == "POST" and path in _ROUTES:
-            await self._generate(scope, receive, send)
+            await self._generate(path, scope, receive, send)
         elif method == "GET" and path.startswith(_EXPLAIN):
             await _send_fate(path.removeprefix(_EXPLAIN), send)
         elif method == "GET" and path.rstrip("/") == "/metrics":
-            await self._app(scope, receive, _Metrics(send))
+            # without what the caller accepts, vLLM answers in plain text, to which lines are added
+            kept = [pair for pair in scope["headers"] if not pair[0].lower().startswith(b"accept")]
+            await self._app(dict(scope) | {"headers": kept}, receive, _Metrics(send))
         else:
             await self._app(scope, receive, send)
 
     async def _generate(
-        self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
+        self, path: str, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
     ) -> None:
         tag = uuid.uuid4().hex
         headers = {
@@ -96,11 +100,11 @@ class Admission:
             body = _parse(raw)
             explains = False
             if body is not None:
-                explains = body.pop("explain", None) is True
+                explains = check_boolean(body.pop("explain", False), "explain")
                 body = _with_arguments(body, headers, tag)
-                if explains and body.get("stream") and scope["path"] in _ASKS_USAGE:
+                if explains and body.get("stream") and path in _ASKS_USAGE:
                     # the explanation is part of the usage, as with our own server
-                    options = body.get("stream_options") or {}
+                    options = check_object(body.get("stream_options") or {}, "stream_options")
                     body["stream_options"] = options | {"include_usage": True}
                 raw = json.dumps(body).encode()
         except RequestError as error:
@@ -148,26 +152,23 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     """Return the body's object; None if it is none, which vLLM refuses in its own words."""
     try:
         body = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
 
 
 def _with_arguments(body: dict[str, Any], headers: Mapping[str, str], tag: str) -> dict[str, Any]:
     """Return the body for vLLM, with our part in ``vllm_xargs``. Raises InvalidRequestError."""
-    given = body.get("vllm_xargs")
-    if given is not None and not isinstance(given, dict):
-        raise InvalidRequestError(f"vllm_xargs must be an object, got {show(given)}", "vllm_xargs")
-    given = dict(given or {})
+    given = check_object({} if (value := body.get("vllm_xargs")) is None else value, "vllm_xargs")
     _check_agree(body, headers)
     slo = parse_slo(with_headers(body, headers).get("slo"))
-    tenant = parse_tenant(headers) or _key_tenant(headers)
-    own = slo_arguments(slo, str(given.get("tenant", "")) or tenant)
-    # targets that the caller put there itself are checked as well
+    # what the caller put there itself is checked as well
     slo_of(given)
+    own = slo_arguments(slo, parse_tenant(headers) or tenant_of(given) or _key_tenant(headers))
     for name in set(own) & set(given) & set(ARGUMENTS):
         if own[name] != given[name]:
-            why = f"slo says {show(own[name])} and vllm_xargs says {show(given[name])}"
+            who = "a header" if name == "tenant" else "slo"
+            why = f"{who} says {show(own[name])} and vllm_xargs says {show(given[name])}"
             raise InvalidRequestError(f"{name} differs: {why}", f"vllm_xargs.{name}")
     body = {name: value for name, value in body.items() if name != "slo"}
     body["vllm_xargs"] = given | own | {TAG: tag}
@@ -330,7 +331,7 @@ async def _send_fate(tag: str, send: _Send) -> None:
         told = {"refused": refusal} if refusal is not None else await _explanation(tag)
         await _send_json(send, 200, json.dumps(told).encode())
         return
-    error = HttpError(404, f"no engine knows a request {show(tag)}; the newest 1,000 are kept")
+    error = HttpError(404, f"no engine knows an ended request {show(tag)}; the newest 1,000 are kept")
     await _send_json(send, 404, error_body(reply_to(error, drain_timeout=1.0)))
 
 
@@ -353,8 +354,7 @@ class _Metrics:
         self._body += message.get("body", b"")
         if message.get("more_body", False):
             return
-        plain = self._head["status"] == 200 and not _encoded(self._head)
-        if plain:
+        if self._head["status"] == 200:
             self._body += metrics_lines(await ask({"counts": True}))
         self._head["headers"] = [
             (name, str(len(self._body)).encode() if name.lower() == b"content-length" else value)
@@ -362,7 +362,3 @@ class _Metrics:
         ]
         await self._send(self._head)
         await self._send({"type": "http.response.body", "body": self._body})
-
-
-def _encoded(head: _Message) -> bool:
-    return any(name.lower() == b"content-encoding" for name, _ in head["headers"])

@@ -23,6 +23,7 @@ __all__ = [
     "slo_arguments",
     "slo_of",
     "tag_of",
+    "tenant_of",
 ]
 
 # seconds on the wire are milliseconds, as in ``slo`` of a body
@@ -73,6 +74,11 @@ def slo_of(arguments: Mapping[str, Any]) -> Slo:
     return Slo(**fields) if fields else NO_SLO
 
 
+def tenant_of(arguments: Mapping[str, Any]) -> str:
+    """Return the tenant in extra arguments; "" without one. Raises InvalidRequestError."""
+    return _name("tenant", arguments.get("tenant", ""))
+
+
 def tag_of(theirs: Any) -> str:
     """Return the name that the middleware gave a request; "" without a middleware."""
     return str(arguments_of(theirs).get(TAG, ""))
@@ -106,7 +112,7 @@ def core_request(theirs: Any, max_model_len: int, arrival: float, now: float) ->
             priority=theirs.priority,
             resumed=ResumedOutput(output, now, now) if output else None,
             slo=slo_of(arguments),
-            tenant=_name("tenant", arguments.get("tenant", "")),
+            tenant=tenant_of(arguments),
         )
     )
 

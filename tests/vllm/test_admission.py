@@ -86,6 +86,7 @@ def post(
     body: Any,
     headers: Sequence[tuple[str, str]] = (),
     method: str = "POST",
+    root: str = "",
 ) -> tuple[int, dict[str, str], bytes]:
     """The status, headers and body that a caller gets."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -100,7 +101,8 @@ def post(
 
         pairs = [(b"content-length", str(len(raw)).encode())]
         pairs += [(name.encode(), value.encode()) for name, value in headers]
-        scope = {"type": "http", "method": method, "path": app.path, "headers": pairs}
+        scope = {"type": "http", "method": method, "path": root + app.path, "headers": pairs}
+        scope |= {"root_path": root}
         await Admission(app)(scope, receive, send)
 
     asyncio.run(run())
@@ -138,6 +140,12 @@ def test_targets_by_body_and_headers() -> None:
     assert arguments({"vllm_xargs": {"theirs": "x", "ttft_ms": 3}}) == {"theirs": "x", "ttft_ms": 3}
 
 
+def test_routes_behind_a_root_path() -> None:
+    app = App(200, b"{}")
+    post(app, {"slo": {"ttft_ms": 500}}, root="/behind")
+    assert json.loads(app.body)["vllm_xargs"]["ttft_ms"] == 500.0
+
+
 def test_classes_are_those_of_our_server() -> None:
     assert set(requests.CLASSES) == set(CLASSES)
     for name, slo in CLASSES.items():
@@ -168,6 +176,16 @@ def test_tenant_by_header_or_key() -> None:
             {"vllm_xargs": {"ttft_ms": 1}, "slo": {"ttft_ms": 2}}, (), "vllm_xargs.ttft_ms",
             "slo says 2.0 and vllm_xargs says 1",
         ),
+        ({"vllm_xargs": {"tenant": 7}}, (), "tenant", "vllm_xargs.tenant must be a string, got 7"),
+        (
+            {"vllm_xargs": {"tenant": "b"}}, [("x-llm-d-inference-fairness-id", "a")],
+            "vllm_xargs.tenant", "a header says 'a' and vllm_xargs says 'b'",
+        ),
+        ({"explain": "yes"}, (), "explain", "explain must be true or false, got 'yes'"),
+        (
+            {"explain": True, "stream": True, "stream_options": [1]}, (), "stream_options",
+            "stream_options must be an object, got a list of 1",
+        ),
     ],
 )  # fmt: skip
 def test_bad_targets_are_named(body: Any, headers: Any, param: str, message: str) -> None:
@@ -182,6 +200,7 @@ def test_what_is_not_ours_passes_unchanged() -> None:
     for app, body in (
         (App(200, b"{}", path="/v1/embeddings"), {"slo": {"ttft_ms": 1}}),
         (App(400, b"{}"), b"no JSON"),
+        (App(400, b"{}"), b"[" * 100_000),
     ):
         status, _, _ = post(app, body)
         assert status == app.status
@@ -283,7 +302,7 @@ def test_explanation_at_its_address(engine: Engine) -> None:
     assert json.loads(post(app, b"", method="GET")[2])["refused"]["reason"] == "queue-full"
     engine.fate = None
     status, _, body = post(app, b"", method="GET")
-    assert status == 404 and b"no engine knows a request 'abc'" in body
+    assert status == 404 and b"no engine knows an ended request 'abc'" in body
 
 
 # ---------------------------------------------------------------- metrics
@@ -303,6 +322,14 @@ def test_metrics_follow_vllms(engine: Engine) -> None:
     ):  # fmt: skip
         assert line in lines
     assert sum(line.startswith("# TYPE") for line in lines) == len(METRICS)
+
+
+def test_metrics_are_asked_in_plain_text(engine: Engine) -> None:
+    # as Prometheus asks, and vLLM would end with "# EOF", compressed
+    headers = [("accept", "application/openmetrics-text"), ("Accept-Encoding", "gzip")]
+    app = App(200, b"vllm:x 1\n", path="/metrics/")
+    post(app, b"", [*headers, ("x-other", "1")], method="GET")
+    assert set(app.headers) == {b"content-length", b"x-other"}
 
 
 def test_metrics_are_what_paceline_top_reads() -> None:
