@@ -331,7 +331,8 @@ async def _send_fate(tag: str, send: _Send) -> None:
         told = {"refused": refusal} if refusal is not None else await _explanation(tag)
         await _send_json(send, 200, json.dumps(told).encode())
         return
-    error = HttpError(404, f"no engine knows an ended request {show(tag)}; the newest 1,000 are kept")
+    why = f"no engine knows an ended request {show(tag)}; the newest 1,000 are kept"
+    error = HttpError(404, why)
     await _send_json(send, 404, error_body(reply_to(error, drain_timeout=1.0)))
 
 

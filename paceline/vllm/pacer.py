@@ -229,6 +229,10 @@ class Pacer:
             self.counts.missed[slo_class, kind] += 1
 
     def _keep(self, tag: str, name: str, fate: Fate) -> None:
+        before = self.fates.get(tag)
+        if before is not None and before.refusal is not None:
+            # of several choices or prompts one was refused, and so the whole answer is
+            tag = ""
         for key in (tag, name):
             if key:
                 self.fates[key] = fate

@@ -28,6 +28,7 @@ _VLLM_HAS: Final = {
     "max_model_len": "vLLM's --max-model-len",
     "enable_chunked_prefill": "vLLM's --enable-chunked-prefill",
     "speculative_config": "vLLM's --speculative-config, which is not supported yet",
+    "max_adapters": "vLLM's --max-loras",
     "preemption": "always recompute: the memory is vLLM's",
     "schedule_ahead_s": "without effect: vLLM plans a step as soon as the one before it began",
 }
@@ -113,7 +114,7 @@ def _check(name: str, value: Any) -> None:
         known = sorted({*_FIELDS, "record"} - set(_VLLM_HAS))
         why = is_now((name,), known) or f"it knows {', '.join(known)}"
         raise ConfigError(f"{where} is not a setting; {why}")
-    if name == "policy" and value not in POLICIES:
+    if name == "policy" and value not in tuple(POLICIES):
         raise ConfigError(f"{where} must be one of {', '.join(POLICIES)}, got {value!r}")
     if name == "tenant_weights":
         numbers = value.values() if isinstance(value, Mapping) else (value,)

@@ -173,6 +173,17 @@ def test_refused_request_ends_with_an_error(paced_class: Any) -> None:
     assert engine.scheduler.pacer.answer({"fate": "nonsense"}) is None
 
 
+def test_refusal_of_one_choice_is_the_whole_answers(paced_class: Any) -> None:
+    settings = {"paceline": {"max_num_waiting": 1}}
+    engine = Engine(paced_class, additional_config=settings, max_num_seqs=1)
+    # vLLM's front end sends each choice as a request of its own
+    for number in range(3):
+        engine.add(f"{number}_r", 20, 4, extra_args={"paceline_tag": "t"})
+    engine.run()
+    assert sorted(engine.ended.values()) == [1, 1, 3], "two were served after the refusal"
+    assert engine.scheduler.pacer.answer({"fate": "t"})["refusal"]["status"] == 429
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -362,6 +373,14 @@ def test_every_request_gets_exactly_its_tokens(
         (
             {"additional_config": {"paceline": {"max_num_seqs": 4}}},
             "paceline.max_num_seqs is vLLM's --max-num-seqs",
+        ),
+        (
+            {"additional_config": {"paceline": {"max_adapters": 2}}},
+            "paceline.max_adapters is vLLM's --max-loras",
+        ),
+        (
+            {"additional_config": {"paceline": {"policy": ["fair"]}}},
+            "paceline.policy must be one of fcfs, sjf",
         ),
         (
             {"additional_config": {"paceline": {"policy": "best"}}},
