@@ -18,9 +18,11 @@ import contextlib
 import json
 import logging
 import os
+import random
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +32,10 @@ __all__ = ["Channel", "ask", "channel_folder"]
 _VARIABLE: Final = "PACELINE_VLLM_CHANNEL"
 # seconds that an answer may take
 _PATIENCE: Final = 1.0
+# how often an engine that is busy with other callers is asked, and after how many seconds on
+# average: one step may refuse more requests than the socket's backlog holds
+_TRIES, _PAUSE = 10, 0.1
+_BACKLOG: Final = 1_024
 _MOST_BYTES: Final = 65_536
 _log: Final = logging.getLogger(__name__)
 Answer = Callable[[Mapping[str, Any]], Any]
@@ -47,7 +53,7 @@ class Channel:
     then runs without."""
 
     def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+        self._answer, self._closed = answer, False
         self.path = channel_folder() / str(os.getppid()) / f"{os.getpid()}.sock"
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -58,7 +64,7 @@ class Channel:
                 raise OSError(f"{self.path.parent.parent} belongs to another user")
             self.path.unlink(missing_ok=True)
             self._listener.bind(str(self.path))
-            self._listener.listen(64)
+            self._listener.listen(_BACKLOG)
         except OSError as error:
             self._listener.close()
             _log.error("no channel for paceline.vllm.Admission: %s", error)
@@ -67,6 +73,7 @@ class Channel:
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
+        self._closed = True
         with contextlib.suppress(OSError):
             # wakes the thread
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -80,12 +87,25 @@ class Channel:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
-            with connection, contextlib.suppress(OSError, ValueError):
-                connection.settimeout(_PATIENCE)
-                with connection.makefile("rb") as lines:
-                    message = json.loads(lines.readline(_MOST_BYTES))
-                connection.sendall(json.dumps(self._answer(message)).encode() + b"\n")
+                if self._closed:
+                    return
+                # no file descriptors are left, for now
+                time.sleep(_PAUSE)
+                continue
+            with connection:
+                try:
+                    self._reply(connection)
+                except (OSError, ValueError):
+                    # a caller that has given up, or that is not ours
+                    pass
+                except Exception:
+                    _log.exception("a message of paceline.vllm.Admission was not answered")
+
+    def _reply(self, connection: socket.socket) -> None:
+        connection.settimeout(_PATIENCE)
+        with connection.makefile("rb") as lines:
+            message = json.loads(lines.readline(_MOST_BYTES))
+        connection.sendall(json.dumps(self._answer(message)).encode() + b"\n")
 
 
 def _is_ours(folder: Path) -> bool:
@@ -107,14 +127,24 @@ async def ask(message: Mapping[str, Any]) -> list[Any]:
 
 
 async def _ask(path: Path, message: Mapping[str, Any]) -> Any:
+    for _ in range(_TRIES):
+        with contextlib.suppress(OSError, ValueError):
+            return await _ask_once(path, message)
+        # those who were turned away together must not come back together
+        await asyncio.sleep(random.uniform(0.0, 2.0 * _PAUSE))
+    return None
+
+
+async def _ask_once(path: Path, message: Mapping[str, Any]) -> Any:
+    """Return an engine's answer; None if it has ended. Raises OSError or ValueError for none."""
     writer = None
     try:
         async with asyncio.timeout(_PATIENCE):
             reader, writer = await asyncio.open_unix_connection(str(path))
             writer.write(json.dumps(message).encode() + b"\n")
             return json.loads(await reader.readline())
-    except (OSError, TimeoutError, ValueError):
-        # an engine that has just ended, or is starting
+    except (ConnectionRefusedError, FileNotFoundError):
+        # it has ended, or is starting
         return None
     finally:
         if writer is not None:
