@@ -3,8 +3,8 @@
 On the way in it moves targets from ``slo`` or headers, the tenant and a tag into ``vllm_xargs``,
 which vLLM carries to the engine. On the way out it turns the engine's refusals into 429 with
 ``Retry-After``: vLLM's engine can end a request only by an error, which becomes 500, or an error in
-a stream whose 200 would be out already. So the response's head is held back until its first body
-message, and where that is an error the engine is asked what it was.
+a stream whose 200 would be out already. So the response's head is held back until the first body
+message that has a part of the answer, and where that is an error the engine is asked what it was.
 
 ``GET /paceline/explain/TAG`` tells the fate of a request, whose tag is in each answer's header
 ``x-paceline-request``. ``/metrics`` gets our lines after vLLM's.
@@ -54,8 +54,11 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 # how often, and after how many seconds, the engine is asked again for a fate that it does not know
 # yet: a stop string is found in this process, and the engine hears of it later
 _TRIES, _PAUSE = 5, 0.02
-# the Responses API tells of a request before the engine has seen it
-_EARLY: Final = (b"event: response.created", b"event: response.in_progress")
+# events that come before the answer, also before an error: the Responses API tells of a request
+# before the engine has seen it
+_EARLY: Final = (
+    b"event: response.created", b"event: response.in_progress", b"event: message_start",
+)  # fmt: skip
 # the part of a stream's last messages that has the usage of all of them
 _USAGE: Final = re.compile(rb'"usage":\s*\{')
 
@@ -198,7 +201,7 @@ def _key_tenant(headers: Mapping[str, str]) -> str:
 
 
 class _Answer:
-    """``send`` of one request: holds the head back until the first body message of the engine."""
+    """``send`` of one request: holds the head back until the first part of the answer."""
 
     def __init__(self, send: _Send, tag: str, explains: bool) -> None:
         self._send, self._tag, self._explains = send, tag, explains
@@ -216,7 +219,7 @@ class _Answer:
             return
         if message["type"] == "http.response.body":
             message = dict(message)
-            if self._head is not None and message.get("body", b"").startswith(_EARLY):
+            if self._head is not None and _is_early(message.get("body", b"")):
                 self._early.append(message)
                 return
             if self._head is not None and await self._refused(self._head, message):
@@ -261,6 +264,19 @@ class _Answer:
             (name, str(int(value) + more).encode() if name.lower() == b"content-length" else value)
             for name, value in self._head.get("headers", ())
         ]
+
+
+def _is_early(body: bytes) -> bool:
+    """Whether a stream's message has no part of the answer: chats begin with the role alone."""
+    if not body.startswith(b"data: ") or b'"role"' not in body:
+        return body.startswith(_EARLY)
+    try:
+        choices = json.loads(body.removeprefix(b"data: ")).get("choices") or ()
+        said = [v for each in choices for k, v in each["delta"].items() if k != "role"]
+    except (ValueError, LookupError, AttributeError, TypeError):
+        # some other event, or several
+        return False
+    return bool(choices) and not any(said)
 
 
 async def _refuse(error: RequestError, send: _Send, tag: str = "") -> None:

@@ -153,24 +153,28 @@ async def _explained(server: Server) -> str:
 
 
 async def _refused(server: Server) -> str:
-    """A burst over the limit: streamed and whole requests get 429 with Retry-After."""
-    counts: dict[bool, list[httpx.Response]] = {True: [], False: []}
+    """A burst over the limit: streamed and whole requests get 429 with Retry-After on all routes."""
+    kinds = [(route, stream) for route in _ROUTES for stream in (True, False)]
+    counts: dict[tuple[str, bool], list[httpx.Response]] = {kind: [] for kind in kinds}
 
-    async def one(number: int, stream: bool) -> None:
-        body = {"prompt": f"{number}: once upon", "max_tokens": 40, "stream": stream}
-        counts[stream].append(await server.post("/v1/completions", body | {"ignore_eos": True}))
+    async def one(route: str, stream: bool) -> None:
+        body = {name: 40 if name.startswith("max_") else v for name, v in _ROUTES[route].items()}
+        counts[route, stream].append(await server.post(route, body | {"stream": stream}))
 
-    await asyncio.gather(*(one(n, bool(n % 2)) for n in range(24)))
-    told = []
-    for stream, answers in counts.items():
+    await asyncio.gather(*(one(*kind) for _ in range(6) for kind in kinds))
+    for kind, answers in counts.items():
         refused = [answer for answer in answers if answer.status_code == 429]
-        assert refused, f"stream={stream}: {[answer.status_code for answer in answers]}"
-        assert {a.status_code for a in answers} == {200, 429}
+        assert refused, f"{kind}: {[answer.status_code for answer in answers]}"
         for answer in refused:
             assert int(answer.headers["retry-after"]) >= 1
             assert "wait already" in answer.json()["error"]["message"]
-        told.append(f"{len(refused)} of {len(answers)} {'streamed' if stream else 'whole'}")
-    return ", ".join(told)
+        for answer in answers:
+            if answer not in refused:
+                assert answer.status_code == 200, f"{kind}: {answer.text[:200]}"
+                assert "Internal server error" not in answer.text, f"{kind}: {answer.text[:200]}"
+    every = [answer.status_code for answers in counts.values() for answer in answers]
+    assert 200 in every
+    return f"{every.count(429)} of {len(every)}, streamed and whole, on {len(_ROUTES)} routes"
 
 
 async def _metrics(server: Server) -> str:

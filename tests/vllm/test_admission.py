@@ -216,9 +216,19 @@ STREAMED = (b'data: {"error": {"message": "Internal server error"}}\n\n', b"data
 EARLY = b"event: response.created\ndata: {}\n\n"
 
 
+# what vLLM sends first in a chat, for each choice, and on Anthropic's route
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+START = b'event: message_start\ndata: {"type":"message_start","message":{"id":"m"}}\n\n'
+FAILED = b'event: error\ndata: {"type":"error","error":{"type":"internal_error"}}\n\n'
+
+
 @pytest.mark.parametrize(
-    "app", [App(500, b'{"error": {}}'), App(200, *STREAMED), App(200, EARLY, *STREAMED)]
-)
+    "app",
+    [
+        App(500, b'{"error": {}}'), App(200, *STREAMED), App(200, EARLY, *STREAMED),
+        App(200, ROLE, ROLE, *STREAMED), App(200, START, FAILED),
+    ],
+)  # fmt: skip
 def test_refusals_are_429(engine: Engine, app: App) -> None:
     engine.fate = {"refusal": REFUSED, "timeline": None}
     status, headers, body = post(app, {"stream": app.status == 200})
@@ -244,9 +254,43 @@ def test_other_errors_stay_vllms(engine: Engine) -> None:
 
 
 def test_answers_without_an_error_ask_nothing(engine: Engine) -> None:
-    parts = (EARLY, b"data: {}\n\n", b"data: [DONE]\n\n")
+    parts = (EARLY, START, ROLE, b"data: {}\n\n", ROLE, b"data: [DONE]\n\n")
     status, _, body = post(App(200, *parts), {"stream": True})
     assert (status, body) == (200, b"".join(parts)) and not engine.asked
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b'data: {"choices":[{"delta":{"role":"assistant","content":"Hi"}}]}\n\n',
+        b'data: {"choices":[{"delta":{"role":"assistant","tool_calls":[{"index":0}]}}]}\n\n',
+        b'data: {"choices":[{"text":"\\"role\\""}]}\n\n',
+        b'data: {"role":1}\n\n',
+        b'data: ["role"]\n\n',
+        b"data: [DONE]\n\n",
+    ],
+)
+def test_first_part_of_an_answer_is_sent_at_once(first: bytes) -> None:
+    sent: list[Any] = []
+
+    async def run() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            assert [each.get("body") for each in sent] == [None, first]
+            sent.append("all of it")
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await Admission(app)(scope, receive, send)
+
+    asyncio.run(run())
+    assert sent[-1] == "all of it"
 
 
 def test_without_an_engine() -> None:
