@@ -108,6 +108,10 @@ class Pacer:
         """Begin with an empty core; no step is in flight."""
         self.kv = MirroredCache(self._settings.cache, self._theirs, self._find)
         self.core = Scheduler(self._settings.scheduler, self._settings.cache, kv=self.kv)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Forget all requests: vLLM serves them by itself."""
         self.foreign.clear()
         self._tags.clear()
         self._live.clear()
@@ -147,18 +151,23 @@ class Pacer:
         for expired in dropped:
             self.refuse(self._find(expired.request_id), expired.error)
             self._forget(expired.request_id)
-        return [expired.request_id for expired in dropped]
+        names = [expired.request_id for expired in dropped]
+        self._record_end(names)
+        return names
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Note requests that ended in vLLM otherwise than by a step."""
         self._end(self.core.abort(request_ids))
         self.foreign.difference_update(request_ids)
-        if self._recorder is not None:
-            self._recorder.ended(request_ids, self._clock())
+        self._record_end(request_ids)
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Note requests of a step that vLLM ended: a stop token or string was found."""
-        self._end(self.core.abort(request_ids, FinishReason.STOP))
+        self._record_end(self._end(self.core.abort(request_ids, FinishReason.STOP)))
+
+    def _record_end(self, request_ids: Sequence[str]) -> None:
+        if request_ids and self._recorder is not None:
+            self._recorder.ended(request_ids, self._clock())
 
     # ------------------------------------------------------------------ steps
 

@@ -258,6 +258,7 @@ class PacedScheduler(AsyncScheduler):
             self.pacer.counts.num_faults += 1
             # the plans in flight are of a core that is given up
             self._flying = deque((output, None) for output, _ in self._flying)
+            self.pacer.give_up()
             self._paces, self._again_at = False, self.clock() + _PAUSE_SECONDS
             until = "for a second" if self._is_forgiven() else "from now on"
             _log.exception(

@@ -311,6 +311,7 @@ def test_too_many_faults_end_pacing(
     assert [len(tokens) for tokens in engine.tokens.values()] == [240, 240, 240]
     assert engine.scheduler.pacer.counts.num_faults == 4
     assert "vLLM schedules by itself from now on" in caplog.text
+    assert engine.scheduler.pacer.answer({"counts": True})["requests"] == []
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -418,12 +419,17 @@ def test_recording_is_the_simulators(paced_class: Any, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     engine = Engine(paced_class, additional_config={"paceline": {"record": str(path)}})
     for number in range(6):
-        engine.add(f"r{number}", 30, 5, extra_args={"ttft_ms": 900})
+        # one ends by a stop token, which vLLM alone sees
+        stop = 2 if number == 3 else None
+        engine.add(f"r{number}", 30, 5, extra_args={"ttft_ms": 900}, stop_token=stop)
+    engine.add("waits", 250, 5, extra_args={"queue_ttl_ms": 1})
     engine.run()
     engine.scheduler.shutdown()
+    assert engine.ended["waits"] == fake.FinishReason.ERROR
     recording = Recording.read(path)
     assert len(recording.steps) == len(engine.steps)
-    assert [request.output_tokens for request in recording.requests] == [5] * 6
+    found = {request.request_id: request.output_tokens for request in recording.requests}
+    assert found == {f"r{n}": 3 if n == 3 else 5 for n in range(6)} | {"waits": 0}
 
 
 def test_recording_of_another_rank_has_a_file_of_its_own(paced_class: Any, tmp_path: Path) -> None:
