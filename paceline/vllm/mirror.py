@@ -40,19 +40,22 @@ class MirroredBlocks:
 
 
 class MirroredCache:
-    """The ``KVCache`` over vLLM's ``KVCacheManager``. ``find`` returns vLLM's own request."""
+    """The ``KVCache`` over vLLM's ``KVCacheManager``. ``find`` returns vLLM's own request, and
+    ``num_theirs`` is the number of free blocks of vLLM's empty cache."""
 
     # such layers are groups of vLLM's cache
     windows = None
 
-    def __init__(self, config: CacheConfig, theirs: Any, find: Callable[[str], Any]) -> None:
+    def __init__(
+        self, config: CacheConfig, theirs: Any, find: Callable[[str], Any], num_theirs: int
+    ) -> None:
         self.block_size = config.block_size
         self.pool = MirroredBlocks(config.num_blocks)
         # no blocks: preempted requests are computed again
         self.host = HostBlocks(config, self.pool)
         self.num_queried_tokens = self.num_hit_tokens = 0
         self._theirs, self._find = theirs, find
-        self._num_groups = max(1, getattr(theirs, "num_kv_cache_groups", 1))
+        self._num_theirs = num_theirs
         self._watermark_blocks = int(config.watermark * config.num_blocks)
         # (tokens, blocks) of cached prefixes that were looked up since vLLM's cache last changed
         self._found: dict[str, tuple[int, Sequence[Any]]] = {}
@@ -63,7 +66,8 @@ class MirroredCache:
         self._found.clear()
         size = self.block_size
         promised = sum(len(r.block_ids) - -(-r.num_computed_tokens // size) for r in running)
-        free = self._theirs.block_pool.get_num_free_blocks() // self._num_groups
+        free = self._theirs.block_pool.get_num_free_blocks()
+        free = free * self.pool.num_blocks // self._num_theirs
         self.pool.num_free = max(0, free - promised)
 
     def forget_lookups(self) -> None:

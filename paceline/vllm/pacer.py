@@ -106,7 +106,8 @@ class Pacer:
 
     def restart(self) -> None:
         """Begin with an empty core; no step is in flight."""
-        self.kv = MirroredCache(self._settings.cache, self._theirs, self._find)
+        settings = self._settings
+        self.kv = MirroredCache(settings.cache, self._theirs, self._find, settings.num_theirs)
         self.core = Scheduler(self._settings.scheduler, self._settings.cache, kv=self.kv)
         self.give_up()
 

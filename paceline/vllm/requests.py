@@ -120,7 +120,10 @@ def core_request(theirs: Any, max_model_len: int, arrival: float, now: float) ->
 def _number(name: str, value: Any) -> float:
     if type(value) not in (int, float):
         raise InvalidRequestError(f"vllm_xargs.{name} must be a number, got {value!r}", name)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidRequestError(f"vllm_xargs.{name} is too large a number", name) from None
 
 
 def _name(name: str, value: Any) -> str:

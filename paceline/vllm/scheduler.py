@@ -69,7 +69,7 @@ class PacedScheduler(AsyncScheduler):
         # vLLM keeps one block for itself, which is never free
         num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         groups = max(1, getattr(self.kv_cache_manager, "num_kv_cache_groups", 1))
-        settings = read_settings(self.vllm_config, num_blocks // groups, self.block_size)
+        settings = read_settings(self.vllm_config, num_blocks, groups, self.block_size)
         self.pacer = Pacer(
             settings, self.kv_cache_manager, self.requests.get, clock=self.clock, wall=self.wall
         )

@@ -41,12 +41,16 @@ class Settings:
 
     scheduler: SchedulerConfig
     cache: CacheConfig
+    # free blocks of vLLM's empty cache; where layers are of several kinds, one of ``cache`` stands
+    # for several of them
+    num_theirs: int
     # file that gets the steps and requests, for ``paceline simulate``; None: no file
     record: str | None = None
 
 
-def read_settings(config: Any, num_blocks: int, block_size: int) -> Settings:
-    """Return the settings for a ``VllmConfig`` and the KV cache that vLLM has made.
+def read_settings(config: Any, num_blocks: int, num_groups: int, block_size: int) -> Settings:
+    """Return the settings for a ``VllmConfig`` and the KV cache that vLLM has made, with a table of
+    blocks for each of ``num_groups`` kinds of layers.
 
     Raises:
         ConfigError: an unknown key, a bad value, or a feature that is refused.
@@ -79,12 +83,16 @@ def read_settings(config: Any, num_blocks: int, block_size: int) -> Settings:
         preemption="recompute",
     )
     cache = CacheConfig(
-        block_size=block_size, num_blocks=num_blocks,
+        block_size=block_size,
+        # vLLM starts only where the longest request fits: some kinds take fewer blocks for it
+        num_blocks=max(num_blocks // num_groups, -(-scheduler.max_model_len // block_size))
+        if num_groups > 1
+        else num_blocks,
         watermark=max(watermark, getattr(theirs, "watermark", 0.0)),
         # prefixes are looked up in vLLM's cache alone
         enable_prefix_caching=False,
     )  # fmt: skip
-    return Settings(scheduler=scheduler, cache=cache, record=record)
+    return Settings(scheduler=scheduler, cache=cache, num_theirs=num_blocks, record=record)
 
 
 def _refused(config: Any) -> Iterator[str]:

@@ -172,6 +172,7 @@ def test_tenant_by_header_or_key() -> None:
         ),
         ({"vllm_xargs": [1]}, (), "vllm_xargs", "must be an object, got a list"),
         ({"vllm_xargs": {"ttft_ms": "1"}}, (), "ttft_ms", "must be a number, got '1'"),
+        ({"vllm_xargs": {"ttft_ms": 10**400}}, (), "ttft_ms", "is too large a number"),
         (
             {"vllm_xargs": {"ttft_ms": 1}, "slo": {"ttft_ms": 2}}, (), "vllm_xargs.ttft_ms",
             "slo says 2.0 and vllm_xargs says 1",

@@ -138,6 +138,20 @@ def test_cached_prefix_is_asked_of_vllm(paced_class: Any) -> None:
     assert not engine.scheduler.pacer.counts.num_amended
 
 
+def test_longest_request_fits_with_several_kinds_of_layers(
+    paced_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # layers with a sliding window keep few blocks, so vLLM serves what a third of the blocks
+    # could not hold
+    monkeypatch.setattr(fake.KVCacheManager, "num_kv_cache_groups", 3)
+    engine = Engine(paced_class)
+    for number in range(3):
+        engine.add(f"r{number}", 240, 16)
+    engine.run()
+    assert [len(tokens) for tokens in engine.tokens.values()] == [16] * 3
+    assert engine.scheduler.pacer.kv.pool.num_free == engine.scheduler.pacer.kv.pool.num_blocks
+
+
 def test_stop_and_abort(paced_class: Any) -> None:
     engine = Engine(paced_class)
     engine.add("stops", 8, 50, stop_token=3)
