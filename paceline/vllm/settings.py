@@ -105,6 +105,8 @@ def _refused(config: Any) -> Iterator[str]:
         yield f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
     if config.model_config.runner_type == "pooling":
         yield "pooling models"
+    if getattr(config.model_config, "is_diffusion", False):
+        yield "diffusion models"
     if theirs.policy != "fcfs":
         yield f"--scheduling-policy {theirs.policy}: a request's priority counts without it"
     if getattr(theirs, "long_prefill_token_threshold", 0) > 0:

@@ -379,6 +379,14 @@ def test_every_request_gets_exactly_its_tokens(
             {"model_config": SimpleNamespace(max_model_len=256, runner_type="pooling")},
             "pooling models",
         ),
+        (
+            {
+                "model_config": SimpleNamespace(
+                    max_model_len=256, runner_type="generate", is_diffusion=True
+                )
+            },
+            "diffusion models",
+        ),
         ({"additional_config": {"paceline": 3}}, "paceline must be an object, got 3"),
         ({"additional_config": {"paceline": {"polcy": "fair"}}}, "paceline.polcy is not a setting"),
         (
