@@ -38,7 +38,7 @@ ENGINE: Final = "vllm/v1/engine/__init__.py"
 _REQUEST: Final = (
     "request_id", "status", "num_computed_tokens", "num_prompt_tokens", "prompt_token_ids",
     "sampling_params", "max_tokens", "output_token_ids", "priority", "arrival_time",
-    "client_index", "resumable",
+    "client_index", "resumable", "lora_request",
 )  # fmt: skip
 _OUTPUT: Final = ("request_id", "new_token_ids", "finish_reason")
 FILES: Final = (SCHEDULER, ASYNC, QUEUE, CACHE, POOL, REQUEST, ENGINE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.core.request import Request, RequestSpec, ResumedOutput
+from paceline.core.request import AdapterUse, Request, RequestSpec, ResumedOutput
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.errors import InvalidRequestError
@@ -110,11 +110,21 @@ def core_request(theirs: Any, max_model_len: int, arrival: float, now: float) ->
             ),
             arrival_time=arrival,
             priority=theirs.priority,
+            adapter=_adapter(theirs),
             resumed=ResumedOutput(output, now, now) if output else None,
             slo=slo_of(arguments),
             tenant=tenant_of(arguments),
         )
     )
+
+
+def _adapter(theirs: Any) -> AdapterUse | None:
+    """Return a request's adapter, of which only counts matter: vLLM holds it, and learned step
+    times have its work."""
+    if theirs.lora_request is None:
+        return None
+    key = theirs.lora_request.lora_int_id.to_bytes(32, "little")
+    return AdapterUse(key=key, slot=-1, scale=1.0, num_bytes=0, num_products=0)
 
 
 def _number(name: str, value: Any) -> float:

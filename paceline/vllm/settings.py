@@ -78,6 +78,9 @@ def read_settings(config: Any, num_blocks: int, num_groups: int, block_size: int
         **values,
         max_num_batched_tokens=min(tokens, theirs.max_num_batched_tokens),
         max_num_seqs=min(slots, theirs.max_num_seqs),
+        # running requests keep their slots also in steps that leave them out, where vLLM by itself
+        # would give them to others, and would then end at the assertion that there are enough
+        max_adapters=None if config.lora_config is None else config.lora_config.max_loras,
         max_model_len=config.model_config.max_model_len,
         enable_chunked_prefill=theirs.enable_chunked_prefill,
         preemption="recompute",

@@ -61,6 +61,7 @@ class Request:
     client_index: int = 0
     resumable: bool = False
     stop_token: int | None = None
+    lora_request: Any = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_output_placeholders: int = 0
@@ -167,7 +168,8 @@ def Config(**changed: Any) -> Any:
         "policy": "fcfs", "watermark": 0.0, "long_prefill_token_threshold": 0,
     }  # fmt: skip
     parts: dict[str, Any] = {
-        "additional_config": {}, "speculative_config": None, "kv_transfer_config": None,
+        "additional_config": {}, "speculative_config": None,
+        "lora_config": None, "kv_transfer_config": None,
         "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
         "model_config": SimpleNamespace(max_model_len=256, runner_type="generate"),
     }  # fmt: skip
@@ -180,6 +182,7 @@ class Scheduler:
 
     def __init__(self, vllm_config: Any, num_blocks: int = 64, block_size: int = 4) -> None:
         self.vllm_config, self.block_size = vllm_config, block_size
+        self.lora_config = vllm_config.lora_config
         self.max_model_len = vllm_config.model_config.max_model_len
         self.max_num_running_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_num_scheduled_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -255,6 +258,9 @@ class Scheduler:
                 scheduled[request.request_id] = num_tokens
                 budget -= num_tokens
         skipped = []
+        adapters = {r.lora_request.lora_int_id for r in self.running
+                    if r.request_id in scheduled and r.lora_request}  # fmt: skip
+        assert not adapters or len(adapters) <= self.lora_config.max_loras
         while budget > 0 and self.waiting and not preempted:
             if len(self.running) >= self.max_num_running_reqs:
                 break
@@ -262,6 +268,12 @@ class Scheduler:
             if request.request_id in self.unready or request.num_stale:
                 skipped.append(self.waiting.popleft())
                 continue
+            if request.lora_request:
+                wanted = adapters | {request.lora_request.lora_int_id}
+                if len(wanted) > self.lora_config.max_loras:
+                    skipped.append(self.waiting.popleft())
+                    continue
+                adapters = wanted
             blocks, found, _ = self.kv_cache_manager.get_computed_blocks(request)
             num_tokens = self._reserve_prefill_lookahead(
                 request, found, min(request.num_tokens - found, budget)

@@ -30,6 +30,7 @@ class Request:
         self.request_id = self.status = self.num_computed_tokens = self.num_prompt_tokens = 0
         self.prompt_token_ids = self.sampling_params = self.max_tokens = self.priority = 0
         self.output_token_ids = self.arrival_time = self.client_index = self.resumable = 0
+        self.lora_request = 0
 class RequestStatus:
     RUNNING = PREEMPTED = FINISHED_ERROR = 0
 """

@@ -152,6 +152,28 @@ def test_longest_request_fits_with_several_kinds_of_layers(
     assert engine.scheduler.pacer.kv.pool.num_free == engine.scheduler.pacer.kv.pool.num_blocks
 
 
+@pytest.mark.parametrize("seed", [2, 11, 13])
+def test_no_more_adapters_run_than_vllm_has_slots_for(paced_class: Any, seed: int) -> None:
+    # vLLM counts the adapters of a step's rows, and a step may leave running requests out
+    chance = random.Random(seed)
+    engine = Engine(paced_class, lora_config=SimpleNamespace(max_loras=1))
+    adapters = [SimpleNamespace(lora_int_id=number) for number in (1, 2)]
+    wanted = {}
+    for number in range(40):
+        targets = {"ttft_ms": chance.choice([30, 60_000]), "tpot_ms": chance.choice([5, 100, 2000])}
+        targets = chance.choice([{"best_effort": 1}, targets])
+        name, prompt = f"r{number}", chance.randrange(10, 200)
+        wanted[name] = chance.randrange(3, 30)
+        adapter = chance.choice([*adapters, None])
+        engine.add(name, prompt, wanted[name], extra_args=targets, lora_request=adapter)
+        for _ in range(chance.randrange(6)):
+            engine.step()
+    engine.run()
+    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == wanted
+    counts = engine.scheduler.pacer.counts
+    assert not counts.num_faults and counts.num_amended <= 0.02 * counts.num_steps
+
+
 def test_stop_and_abort(paced_class: Any) -> None:
     engine = Engine(paced_class)
     engine.add("stops", 8, 50, stop_token=3)
