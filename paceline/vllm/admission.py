@@ -116,7 +116,12 @@ class Admission:
         kept = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
         kept.append((b"content-length", str(len(raw)).encode()))
         answer = _Answer(send, tag, explains)
-        await self._app(dict(scope) | {"headers": kept}, _again(raw, receive), answer)
+        try:
+            await self._app(dict(scope) | {"headers": kept}, _again(raw, receive), answer)
+        except Exception:
+            # the Responses API has no event for an error of the engine, and ends a stream so
+            if not await answer.failed():
+                raise
 
 
 # ------------------------------------------------------------------ the way in
@@ -206,6 +211,8 @@ class _Answer:
     def __init__(self, send: _Send, tag: str, explains: bool) -> None:
         self._send, self._tag, self._explains = send, tag, explains
         self._head: _Message | None = None
+        # whether the head was sent
+        self._begun = False
         # messages that were held back with the head
         self._early: list[_Message] = []
         # the rest of an answer that was replaced by a refusal is dropped
@@ -222,25 +229,27 @@ class _Answer:
             if self._head is not None and _is_early(message.get("body", b"")):
                 self._early.append(message)
                 return
-            if self._head is not None and await self._refused(self._head, message):
+            if self._head is not None and _is_error(self._head, message) and await self._refused():
                 return
             if self._explains and _USAGE.search(message.get("body", b"")):
                 body = await _explained(message["body"], self._tag)
                 self._set_length(len(body) - len(message["body"]))
                 message["body"] = body
             if self._head is not None:
-                head, self._head = self._head, None
+                head, self._head, self._begun = self._head, None, True
                 head["headers"] = [*head.get("headers", ()), (_HEADER, self._tag.encode())]
                 await self._send(head)
                 for early in self._early:
                     await self._send(early)
         await self._send(message)
 
-    async def _refused(self, head: _Message, message: _Message) -> bool:
+    async def failed(self) -> bool:
+        """Answer with a refusal if that is why the application raised an error. Returns whether it
+        is."""
+        return self._replaced or (not self._begun and await self._refused())
+
+    async def _refused(self) -> bool:
         """Answer with a refusal if the engine refused the request. Returns whether it did."""
-        status, body = head["status"], message.get("body", b"")
-        if status < 500 and not (status == 200 and b'"error"' in body[:1024]):
-            return False
         for fate in await ask({"fate": self._tag}):
             refusal = fate["refusal"]
             if refusal is None:
@@ -264,6 +273,12 @@ class _Answer:
             (name, str(int(value) + more).encode() if name.lower() == b"content-length" else value)
             for name, value in self._head.get("headers", ())
         ]
+
+
+def _is_error(head: _Message, message: _Message) -> bool:
+    """Whether an answer's first part may tell of the engine's refusal."""
+    status, body = head["status"], message.get("body", b"")
+    return status >= 500 or (status == 200 and b'"error"' in body[:1024])
 
 
 def _is_early(body: bytes) -> bool:

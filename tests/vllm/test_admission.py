@@ -64,8 +64,10 @@ def engine() -> Iterator[Engine]:
 class App:
     """Answers with a status and these parts, and keeps what it was asked."""
 
-    def __init__(self, status: int, *parts: bytes, path: str = "/v1/chat/completions") -> None:
-        self.status, self.parts, self.path = status, parts, path
+    def __init__(
+        self, status: int, *parts: bytes, path: str = "/v1/chat/completions", fails: bool = False
+    ) -> None:
+        self.status, self.parts, self.path, self.fails = status, parts, path, fails
         self.body: Any = None
         self.headers: dict[bytes, bytes] = {}
 
@@ -77,8 +79,10 @@ class App:
         head += [(b"content-length", length)] if len(self.parts) == 1 else []
         await send({"type": "http.response.start", "status": self.status, "headers": head})
         for number, part in enumerate(self.parts, 1):
-            more = number < len(self.parts)
+            more = number < len(self.parts) or self.fails
             await send({"type": "http.response.body", "body": part, "more_body": more})
+        if self.fails:
+            raise ValueError("no event for an error")
 
 
 def post(
@@ -228,6 +232,7 @@ FAILED = b'event: error\ndata: {"type":"error","error":{"type":"internal_error"}
     [
         App(500, b'{"error": {}}'), App(200, *STREAMED), App(200, EARLY, *STREAMED),
         App(200, ROLE, ROLE, *STREAMED), App(200, START, FAILED),
+        App(200, EARLY, fails=True), App(200, *STREAMED, fails=True),
     ],
 )  # fmt: skip
 def test_refusals_are_429(engine: Engine, app: App) -> None:
@@ -252,6 +257,12 @@ def test_other_errors_stay_vllms(engine: Engine) -> None:
     assert post(App(500, b'{"error": {}}'), {})[0] == 500
     status, _, body = post(App(200, *STREAMED), {"stream": True})
     assert (status, body) == (200, b"".join(STREAMED))
+    with pytest.raises(ValueError, match="no event for an error"):
+        post(App(200, EARLY, fails=True), {})
+    engine.fate = {"refusal": REFUSED, "timeline": None}
+    with pytest.raises(ValueError, match="no event for an error"):
+        # a part of the answer is out already
+        post(App(200, b"data: {}\n\n", fails=True), {})
 
 
 def test_answers_without_an_error_ask_nothing(engine: Engine) -> None:
