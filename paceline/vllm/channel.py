@@ -30,11 +30,11 @@ from typing import Any, Final
 __all__ = ["Channel", "ask", "channel_folder"]
 
 _VARIABLE: Final = "PACELINE_VLLM_CHANNEL"
-# seconds that an answer may take
-_PATIENCE: Final = 1.0
-# how often an engine that is busy with other callers is asked, and after how many seconds on
-# average: one step may refuse more requests than the socket's backlog holds
-_TRIES, _PAUSE = 10, 0.1
+# seconds that a message may take to arrive, and that its answer may take, several tries included
+_PATIENCE, _LONGEST = 1.0, 3.0
+# seconds on average until an engine that is busy with other callers is asked again: one step may
+# refuse more requests than the socket's backlog holds
+_PAUSE: Final = 0.1
 _BACKLOG: Final = 1_024
 _MOST_BYTES: Final = 65_536
 _log: Final = logging.getLogger(__name__)
@@ -92,20 +92,21 @@ class Channel:
                 # no file descriptors are left, for now
                 time.sleep(_PAUSE)
                 continue
-            with connection:
-                try:
-                    self._reply(connection)
-                except (OSError, ValueError):
-                    # a caller that has given up, or that is not ours
-                    pass
-                except Exception:
-                    _log.exception("a message of paceline.vllm.Admission was not answered")
+            # a caller may have given up, or not be ours
+            with connection, contextlib.suppress(OSError, ValueError):
+                self._reply(connection)
 
     def _reply(self, connection: socket.socket) -> None:
         connection.settimeout(_PATIENCE)
         with connection.makefile("rb") as lines:
             message = json.loads(lines.readline(_MOST_BYTES))
-        connection.sendall(json.dumps(self._answer(message)).encode() + b"\n")
+        try:
+            answer = json.dumps(self._answer(message))
+        except Exception:
+            # a fault of ours ends no refusal but this one
+            _log.exception("a message of paceline.vllm.Admission was not answered")
+            answer = "null"
+        connection.sendall(answer.encode() + b"\n")
 
 
 def _is_ours(folder: Path) -> bool:
@@ -127,11 +128,13 @@ async def ask(message: Mapping[str, Any]) -> list[Any]:
 
 
 async def _ask(path: Path, message: Mapping[str, Any]) -> Any:
-    for _ in range(_TRIES):
-        with contextlib.suppress(OSError, ValueError):
-            return await _ask_once(path, message)
-        # those who were turned away together must not come back together
-        await asyncio.sleep(random.uniform(0.0, 2.0 * _PAUSE))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LONGEST):
+            while True:
+                with contextlib.suppress(OSError, ValueError):
+                    return await _ask_once(path, message)
+                # those who were turned away together must not come back together
+                await asyncio.sleep(random.uniform(0.0, 2.0 * _PAUSE))
     return None
 
 
@@ -139,10 +142,9 @@ async def _ask_once(path: Path, message: Mapping[str, Any]) -> Any:
     """Return an engine's answer; None if it has ended. Raises OSError or ValueError for none."""
     writer = None
     try:
-        async with asyncio.timeout(_PATIENCE):
-            reader, writer = await asyncio.open_unix_connection(str(path))
-            writer.write(json.dumps(message).encode() + b"\n")
-            return json.loads(await reader.readline())
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(json.dumps(message).encode() + b"\n")
+        return json.loads(await reader.readline())
     except (ConnectionRefusedError, FileNotFoundError):
         # it has ended, or is starting
         return None

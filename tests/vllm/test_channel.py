@@ -51,9 +51,23 @@ def test_fault_in_an_answer_does_not_end_the_channel(caplog: pytest.LogCaptureFi
     made = Channel(answer)
     try:
         with caplog.at_level(logging.ERROR):
-            assert asyncio.run(ask({"fate": "t"})) == [3]
-        assert len(asked) == 2 and "was not answered" in caplog.text
+            assert asyncio.run(ask({"fate": "t"})) == []
+        assert "was not answered" in caplog.text
+        assert asyncio.run(ask({"fate": "t"})) == [3] and len(asked) == 2
     finally:
+        made.close()
+
+
+def test_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_LONGEST", 0.2)
+    goes_on = threading.Event()
+    made = Channel(lambda message: goes_on.wait(10.0))
+    began = time.monotonic()
+    try:
+        assert asyncio.run(ask({"counts": True})) == []
+        assert 0.2 <= time.monotonic() - began < 2.0
+    finally:
+        goes_on.set()
         made.close()
 
 
