@@ -196,8 +196,8 @@ def test_it_has_every_flag_of_a_server_that_changes_what_is_decided(
     here = set().union(*flags_by_group(capsys, "simulate").values())
     assert served - here == {"--scheduling-policy"}, "several are compared with --policy"
     fields_set = {flag.field for flag in (*SCHEDULING, *ADMISSION)}
-    # the model's length, and whether its prompts may be cut, follow from its files
-    unflagged = {"max_model_len", "enable_chunked_prefill"}
+    # the model's length follows from its files; a recording has no adapters
+    unflagged = {"max_model_len", "max_adapters"}
     assert {field.name for field in fields(SchedulerConfig)} - fields_set == unflagged
 
 
