@@ -126,6 +126,8 @@ class AdapterStatus(msgspec.Struct, frozen=True, tag="adapter", array_like=True)
     # why it failed, and the name of the error's class
     error: str = ""
     kind: str = ""
+    # SHA-256 of its contents; empty: it was not loaded yet
+    digest: str = ""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -69,6 +69,14 @@ class Residency:
             if entry.state is not State.KNOWN and self._leases[key]
         )
 
+    @property
+    def num_leased(self) -> int:
+        """Adapters in memory that requests use."""
+        return sum(
+            entry.state is not State.KNOWN and self._leases[key] > 0
+            for key, entry in self._entries.items()
+        )
+
     def register(self, key: str, num_bytes: int) -> None:
         """Add an adapter that is not in memory. Keys are used once."""
         assert key not in self._entries, f"adapter {key} is registered"
@@ -128,11 +136,12 @@ class Residency:
         self._touch(key)
         return self._drop_if_done(key)
 
-    def failed(self, key: str) -> None:
-        """Give back what was booked for an adapter that could not be loaded."""
+    def failed(self, key: str) -> bool:
+        """Give back what was booked for an adapter that could not be loaded; return whether it is
+        gone, since it was forgotten meanwhile."""
         assert self._entries[key].state is State.LOADING
         self._leave_memory(key)
-        self._drop_if_done(key)
+        return self._drop_if_done(key)
 
     def _idle(self) -> list[str]:
         """Return the resident adapters without a lease."""

@@ -97,12 +97,14 @@ class _Adapter:
     opening: Future[OpenedAdapter] | None = None
     loading: Future[tuple[str, int]] | None = None
     opened: OpenedAdapter | None = None
-    # contents that it had when it was first loaded
+    # contents that it had when it was first loaded; empty: not known yet
     digest: str = ""
     slot: int = -1
     error: PacelineError | None = None
     # requests that use it or wait for it
     requests: set[str] = field(default_factory=set)
+    # it was forgotten before the books knew it
+    forgotten: bool = False
 
 
 class AdapterStore:
@@ -137,10 +139,15 @@ class AdapterStore:
     def books(self) -> Residency:
         return self._books
 
-    def register(self, key: str, path: str) -> None:
-        """Begin to check and load an adapter; ``take_news`` tells how that went."""
+    def register(self, key: str, path: str, digest: str = "") -> None:
+        """Begin to check and load an adapter; ``take_news`` tells how that went.
+
+        Args:
+            digest: the contents that it must have, as an earlier engine loaded it: such an adapter
+                is loaded when a request names it. Empty: it is loaded at once.
+        """
         assert key not in self._adapters, f"adapter {key} is registered"
-        adapter = self._adapters[key] = _Adapter(path)
+        adapter = self._adapters[key] = _Adapter(path, digest=digest)
         limits = self._limits
         adapter.opening = self._thread.submit(
             self._backend.open_adapter, path, limits.max_rank, limits.dtype
@@ -151,10 +158,13 @@ class AdapterStore:
         adapter = self._adapters.get(key)
         if adapter is None:
             return
-        if self._books.state(key) is None:
-            # its file was not opened yet, or could not be
-            del self._adapters[key]
-        elif self._books.forget(key):
+        if self._books.state(key) is not None:
+            if self._books.forget(key):
+                self._gone(key)
+        elif adapter.requests:
+            # its file was not opened yet, or could not be, and requests still ask for it
+            adapter.forgotten = True
+        else:
             self._gone(key)
 
     def lease(self, request_id: str, key: str, scale: float) -> None:
@@ -186,8 +196,12 @@ class AdapterStore:
         """End the leases of all requests but these."""
         for request_id in [each for each in self._uses if each not in request_ids]:
             key, _ = self._uses.pop(request_id)
-            self._adapters[key].requests.discard(request_id)
-            if self._books.num_leases(key) and self._books.release(key):
+            adapter = self._adapters[key]
+            adapter.requests.discard(request_id)
+            if self._books.num_leases(key):
+                if self._books.release(key):
+                    self._gone(key)
+            elif adapter.forgotten and not adapter.requests:
                 self._gone(key)
 
     def poll(self) -> None:
@@ -197,16 +211,18 @@ class AdapterStore:
                 self._opened(key, adapter)
             if adapter.loading is not None and adapter.loading.done():
                 self._loaded(key, adapter)
-        for request_id in self._uses:
-            key, _ = self._uses[request_id]
+        is_blocked = False
+        for key, _ in self._uses.values():
             adapter = self._adapters[key]
             known = self._books.state(key) is State.KNOWN and adapter.error is None
             # the oldest request that waits for room goes first: others would keep it out
             if known and not self._begin(key, adapter):
-                return
+                is_blocked = True
+                break
         while self._wanted:
             key, adapter = self._wanted[0], self._adapters[self._wanted[0]]
-            waits = self._books.state(key) is State.KNOWN and not self._begin(key, adapter)
+            known = self._books.state(key) is State.KNOWN
+            waits = known and (is_blocked or not self._begin(key, adapter))
             if waits and not self._has_no_room(key, adapter):
                 return
             self._wanted.pop(0)
@@ -231,19 +247,28 @@ class AdapterStore:
         self._books.register(key, opened.num_bytes)
         for _ in adapter.requests:
             self._books.lease(key)
-        self._wanted.append(key)
+        if adapter.forgotten:
+            self._books.forget(key)
+        elif adapter.digest:
+            self._news.append(AdapterStatus(key, "registered", digest=adapter.digest))
+        else:
+            self._wanted.append(key)
 
     def _has_no_room(self, key: str, adapter: _Adapter) -> bool:
         """Fail an adapter that does not fit next to those in use; return whether it did."""
         taken, most, opened = self._books.leased_bytes, self._limits.max_bytes, adapter.opened
+        in_use, places = self._books.num_leased, self._limits.max_count
         assert opened is not None
-        if opened.num_bytes + taken <= most:
-            # others are being loaded
+        if opened.num_bytes + taken > most:
+            message = (
+                f"the adapter takes {_kib(opened.num_bytes)}, and of {_kib(most)} for adapters "
+                f"{_kib(taken)} are in use"
+            )
+        elif places is not None and in_use >= places:
+            message = f"of {places} places for adapters {in_use} are in use"
+        else:
+            # others are being loaded, or a request waits for its adapter first
             return False
-        message = (
-            f"the adapter takes {_kib(opened.num_bytes)}, and of {_kib(most)} for adapters "
-            f"{_kib(taken)} are in use"
-        )
         self._fail(key, adapter, AdapterRoomError(message))
         return True
 
@@ -264,23 +289,28 @@ class AdapterStore:
         assert adapter.loading is not None
         assert adapter.opened is not None
         loading, adapter.loading = adapter.loading, None
-        if (error := loading.exception()) is not None:
-            self._books.failed(key)
-            self._fail(key, adapter, error)
-            return
-        digest, num_bytes = loading.result()
-        if adapter.digest not in ("", digest):
-            self._backend.drop_adapter(adapter.slot)
-            self._books.failed(key)
-            changed = f"{adapter.path} has changed since it was loaded: load it again"
-            self._fail(key, adapter, CheckpointError(changed))
+        error, (digest, num_bytes) = loading.exception(), ("", 0)
+        if error is None:
+            digest, num_bytes = loading.result()
+            if adapter.digest not in ("", digest):
+                self._backend.drop_adapter(adapter.slot)
+                changed = f"{adapter.path} has changed since it was loaded: load it again"
+                error = CheckpointError(changed)
+        if error is not None:
+            adapter.slot = -1
+            if self._books.failed(key):
+                self._gone(key)
+            else:
+                self._fail(key, adapter, error)
             return
         adapter.digest = digest
         if self._books.loaded(key, num_bytes):
             self._gone(key)
             return
         rank = adapter.opened.max_rank
-        self._news.append(AdapterStatus(key, "resident", num_bytes=num_bytes, rank=rank))
+        self._news.append(
+            AdapterStatus(key, "resident", num_bytes=num_bytes, rank=rank, digest=digest)
+        )
 
     def _fail(self, key: str, adapter: _Adapter, error: BaseException) -> None:
         known = error if isinstance(error, PacelineError) else CheckpointError(str(error))
@@ -289,8 +319,10 @@ class AdapterStore:
         self._news.append(AdapterStatus(key, "failed", error=str(known), kind=kind))
 
     def _evict(self, key: str) -> None:
-        self._backend.drop_adapter(self._adapters[key].slot)
-        self._news.append(AdapterStatus(key, "registered"))
+        adapter = self._adapters[key]
+        self._backend.drop_adapter(adapter.slot)
+        adapter.slot = -1
+        self._news.append(AdapterStatus(key, "registered", digest=adapter.digest))
 
     def _gone(self, key: str) -> None:
         adapter = self._adapters.pop(key)

@@ -231,10 +231,11 @@ class EngineFrontend(abc.ABC):
         finally:
             self._loads.pop(key, None)
 
-    def register_adapter(self, key: str, path: str) -> None:
-        """Begin to load an adapter; requests that name it wait for it."""
+    def register_adapter(self, key: str, path: str, digest: str = "") -> None:
+        """Begin to load an adapter; requests that name it wait for it. ``digest``: see
+        ``AdapterStore.register``."""
         self._raise_if_dead()
-        self._send(LoadAdapter(key, path))
+        self._send(LoadAdapter(key, path, digest))
 
     def unload_adapter(self, key: str) -> None:
         """Forget an adapter; requests that use it go on."""

@@ -195,7 +195,7 @@ class EngineLoop:
         adapters = self._core.adapters
         assert adapters is not None, "an engine without adapters was sent one"
         if isinstance(message, LoadAdapter):
-            adapters.register(message.key, message.path)
+            adapters.register(message.key, message.path, message.digest)
         else:
             adapters.forget(message.key)
 

@@ -85,6 +85,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=Tr
     # not used before
     key: str
     path: str
+    # see ``AdapterStore.register``
+    digest: str = ""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):

@@ -107,8 +107,8 @@ class SupervisedEngineClient:
         self._stats = first.stats
         self._calls: dict[str, Call] = {}
         self._quarantine = Quarantine()
-        # paths of the adapters that were loaded, by key: every engine gets them
-        self._adapters: dict[str, str] = {}
+        # paths and digests of the adapters that were loaded, by key: every engine gets them
+        self._adapters: dict[str, tuple[str, str]] = {}
         self._num_engines = 1
         self._replacing: asyncio.Task[None] | None = None
         self._counts = Counts()
@@ -231,7 +231,7 @@ class SupervisedEngineClient:
             self._raise_if_dead()
             raise self._lost() from None
         if status.status != "failed":
-            self._adapters[key] = path
+            self._adapters[key] = path, status.digest
         return status
 
     def unload_adapter(self, key: str) -> None:
@@ -376,8 +376,8 @@ class SupervisedEngineClient:
         client.on_stats = self._note_stats
         client.on_timeline = self._note_timeline
         client.on_dead = lambda error: self._engine_gone(engine, str(error))
-        for key, path in self._adapters.items():
-            client.register_adapter(key, path)
+        for key, (path, digest) in self._adapters.items():
+            client.register_adapter(key, path, digest)
         self._note_stats(client.stats)
         self._wake()
         self._quarantine.open()

@@ -30,9 +30,13 @@ class Backend:
         self.slots: dict[int, str] = {}
         self.contents: dict[str, str] = {}
         self.threads: set[int] = set()
+        # files are opened once this is set
+        self.may_open = threading.Event()
+        self.may_open.set()
 
     def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> Opened:
         self.threads.add(threading.get_ident())
+        assert self.may_open.wait(10)
         if path == "bad":
             raise CheckpointError("bad: use_dora=True is not served")
         return Opened(path, 50 if path == "large" else 10)
@@ -163,6 +167,75 @@ def test_a_forgotten_adapter_goes_with_its_last_request(
     assert not backend.slots
     assert store.books.num_bytes == 0
     store.forget("a")
+
+
+def test_requests_outlive_a_name_that_is_forgotten_before_its_file_is_open(
+    store: AdapterStore, backend: Backend
+) -> None:
+    backend.may_open.clear()
+    for key, path in (("a", "a"), ("x", "bad"), ("b", "b")):
+        store.register(key, path, "a" if key == "a" else "")
+        store.lease(f"of {key}", key, 1.0)
+        store.forget(key)
+    store.poll()
+    store.release_except({"of a", "of x"})
+    backend.may_open.set()
+    settle(store)
+    use = store.use_of("of a")
+    assert use is not None
+    assert backend.slots == {use.slot: "a"}
+    with pytest.raises(InvalidRequestError, match="use_dora=True is not served"):
+        store.use_of("of x")
+    store.release_except(set())
+    assert {each.key for each in store.take_news() if each.status == "gone"} == {"a", "x"}
+    assert not backend.slots
+
+
+def test_what_failed_and_was_forgotten_leaves_nothing_behind(store: AdapterStore) -> None:
+    for number, path in enumerate(("bad", "large")):
+        store.register(f"x{number}", path)
+        settle(store)
+        store.forget(f"x{number}")
+        assert [(each.key, each.status) for each in store.take_news()] == [(f"x{number}", "gone")]
+
+
+def test_an_adapter_of_an_earlier_engine_is_loaded_on_request_with_its_contents(
+    store: AdapterStore, backend: Backend
+) -> None:
+    for key in "abc":
+        store.register(key, key)
+        store.lease(key, key, 1.0)
+    settle(store)
+    # no room is left, which is no reason to refuse later requests
+    for key, digest in (("d", "d"), ("e", "before")):
+        store.register(key, key, digest)
+    assert settle(store) == {"d": "registered", "e": "registered"}
+    assert sorted(backend.slots.values()) == ["a", "b", "c"]
+    store.release_except(set())
+    store.lease("r", "d", 1.0)
+    store.lease("s", "e", 1.0)
+    settle(store)
+    assert store.use_of("r") is not None
+    with pytest.raises(InvalidRequestError, match="has changed since it was loaded"):
+        store.use_of("s")
+
+
+def test_places_in_use_are_told_too(backend: Backend) -> None:
+    store = AdapterStore(backend, AdapterLimits(max_bytes=100, max_count=1))
+    store.register("a", "a")
+    store.lease("r", "a", 1.0)
+    settle(store)
+    store.register("b", "b")
+    assert settle(store) == {"b": "failed AdapterRoomError"}
+    # also behind a request that waits for its place
+    store.register("c", "c", "c")
+    store.lease("s", "c", 1.0)
+    store.register("d", "d")
+    assert settle(store) == {"c": "registered", "d": "failed AdapterRoomError"}
+    store.release_except({"s"})
+    settle(store)
+    assert store.use_of("s") is not None
+    store.close()
 
 
 @pytest.mark.parametrize("events", [300, pytest.param(5_000, marks=pytest.mark.thorough)])
