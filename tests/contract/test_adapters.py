@@ -162,6 +162,8 @@ async def test_every_api_answers_under_the_adapters_name(folder: Path) -> None:
         assert list(cards) == ["base", *NAMES]
         assert cards["a"]["parent"] == "base"
         assert cards["a"]["status"] == "resident"
+        # what was calibrated with one does not hold for another
+        assert len({card["digest"] for card in cards.values()}) == 4
         got = await http.post("/v1/completions", json={"model": "d", "prompt": "hi"})
         assert got.status_code == 404
         assert "served: base, a, b, c" in got.text
@@ -319,6 +321,7 @@ async def test_llama_servers_list_chooses_adapters_by_place(
             ([{"id": 0, "scale": 1}, {"id": 1, "scale": 1}], "several adapters at once"),
             ([{"id": 3, "scale": 1}], "there is no adapter 3"),
             ([{"id": "a"}], "id and scale"),
+            ([{"id": 0, "scale": -1e39}], "too large for float32"),
         ):
             for path, body in (
                 ("/completion", {"prompt": "a", "lora": scales}),

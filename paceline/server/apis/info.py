@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any, Final
 from uuid import uuid4
 
@@ -127,7 +128,10 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     if adapter is not None and service.adapters is not None:
         news = service.adapters.status_of(name)
         status = "loading" if news is None else news.status
-        own = {"root": adapter.root, "parent": service.model_name, "status": status}
+        digest = sha256(f"{service.model_digest} {adapter.digest}".encode()).hexdigest()[:32]
+        own = {
+            "root": adapter.root, "parent": service.model_name, "status": status, "digest": digest,
+        }  # fmt: skip
     return {
         "id": name,
         "object": "model",

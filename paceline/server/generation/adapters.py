@@ -29,6 +29,8 @@ __all__ = ["AdapterNames", "check_places"]
 _log = logging.getLogger("paceline.server")
 
 _MAX_NAME_CHARS: Final = 256
+# kernels take factors in float32
+_MAX_SCALE: Final = 3.4e38
 
 
 class AdapterNames:
@@ -48,8 +50,8 @@ class AdapterNames:
     ) -> None:
         self._client, self._config, self._taken = client, config, taken
         self._by_name = by_name
-        # loads under way by name: two of one name are one load
-        self._loading: dict[str, asyncio.Task[NamedAdapter]] = {}
+        # loads under way by name, with their path: two of one name and path are one load
+        self._loading: dict[str, tuple[Path, asyncio.Task[NamedAdapter]]] = {}
         self._num_loads = 0
 
     @property
@@ -64,6 +66,7 @@ class AdapterNames:
         """Load the adapters that the server was started with. Raises as ``load`` does."""
         for given in self._config.modules:
             path = Path(given.path)
+            self._check_name(given.name)
             # where on this machine it lies is of no use to callers
             await self._load(given.name, path, path.name)
 
@@ -77,6 +80,14 @@ class AdapterNames:
         """
         self._check_name(name)
         found = self._inside(path)
+        while (under_way := self._loading.get(name)) is not None and under_way[0] != found:
+            if not in_place:
+                raise InvalidRequestError(
+                    f"The adapter {show(name)} is being loaded from another path; "
+                    "load_inplace=true replaces it",
+                    "lora_name",
+                )
+            await asyncio.wait((under_way[1],))
         if name in self._by_name and not in_place and name not in self._loading:
             raise InvalidRequestError(
                 f"The adapter {show(name)} is loaded; load_inplace=true replaces it", "lora_name"
@@ -134,7 +145,7 @@ class AdapterNames:
         for root in self._config.roots:
             whole = Path(os.path.normpath(root / path))
             if "\0" not in path and whole.is_relative_to(root):
-                if not whole.exists():
+                if not _exists(whole):
                     raise HttpError(404, f"There is no adapter at {show(path)}")
                 if whole.resolve().is_relative_to(root.resolve()):
                     return whole
@@ -144,12 +155,11 @@ class AdapterNames:
 
     async def _load(self, name: str, path: Path, shown: str) -> NamedAdapter:
         """Load ``path`` under ``name``, once for all who ask meanwhile."""
-        task = self._loading.get(name)
-        if task is None:
+        if name not in self._loading:
             task = asyncio.create_task(self._load_once(name, path, shown))
-            self._loading[name] = task
+            self._loading[name] = path, task
             task.add_done_callback(lambda _: self._loading.pop(name, None))
-        return await asyncio.shield(task)
+        return await asyncio.shield(self._loading[name][1])
 
     async def _load_once(self, name: str, path: Path, shown: str) -> NamedAdapter:
         key = f"{name}#{self._num_loads}"
@@ -164,7 +174,9 @@ class AdapterNames:
                 raise HttpError(507, f"The adapter {show(name)} has no room: {message}")
             raise InvalidRequestError(f"The adapter {show(name)}: {message}", "lora_path")
         before = self._by_name.get(name)
-        adapter = self._by_name[name] = NamedAdapter(name, key, shown, rank=status.rank)
+        applied = 0.0 if before is None else before.applied
+        adapter = NamedAdapter(name, key, shown, status.rank, status.digest, applied=applied)
+        self._by_name[name] = adapter
         if before is not None:
             self._client.unload_adapter(before.key)
         _log.info(
@@ -175,15 +187,26 @@ class AdapterNames:
 
 
 def check_places(scales: Mapping[int, float], count: int) -> None:
-    """Raise InvalidRequestError unless ``scales`` name at most one of ``count`` adapters to use."""
-    for place in scales:
+    """Raise InvalidRequestError unless ``scales`` name at most one of ``count`` adapters to use, with
+    a finite factor."""
+    for place, scale in scales.items():
         if not 0 <= place < count:
             raise InvalidRequestError(
                 f"lora: there is no adapter {place}; GET /lora-adapters lists {count}", "lora"
             )
+        if not abs(scale) <= _MAX_SCALE:
+            raise InvalidRequestError(f"lora: the scale {scale:g} is too large for float32", "lora")
     if sum(scale != 0 for scale in scales.values()) > 1:
         raise InvalidRequestError("lora: several adapters at once are not served", "lora")
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        # one name of the path is longer than any file's
+        return False
+
+
 def _is_inside(path: Path, folder: Path) -> bool:
-    return path.exists() and path.resolve().is_relative_to(folder.resolve())
+    return _exists(path) and path.resolve().is_relative_to(folder.resolve())

@@ -28,6 +28,8 @@ class NamedAdapter:
     root: str
     # most ranks of a module
     rank: int = 0
+    # SHA-256 of its contents
+    digest: str = ""
     # factor on what it adds
     scale: float = 1.0
     # factor with which llama-server's endpoints use it for requests that name the model; 0: they

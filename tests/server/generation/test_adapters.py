@@ -1,0 +1,90 @@
+"""Names of adapters over a fake engine: loads of one name at once, and names that cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from paceline.engine.types import AdapterStatus
+from paceline.errors import InvalidRequestError
+from paceline.http.errors import HttpError
+from paceline.server.generation.adapters import AdapterNames
+from paceline.server.protocol.rules import NamedAdapter
+from paceline.server.settings.config import AdapterConfig, AdapterModule
+
+pytestmark = pytest.mark.anyio
+
+
+class Client:
+    """An engine that loads anything, once ``may_load`` is set."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, AdapterStatus] = {}
+        self.paths: list[str] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+        self.paths.append(Path(path).name)
+        await self.may_load.wait()
+        self.adapters[key] = AdapterStatus(key, "resident", digest=Path(path).name)
+        return self.adapters[key]
+
+    def unload_adapter(self, key: str) -> None:
+        self.adapters.pop(key, None)
+
+
+def make_names(
+    root: Path, client: Client, *modules: AdapterModule, resolve: bool = False
+) -> AdapterNames:
+    for name in ("one", "two"):
+        (root / name).mkdir()
+    config = AdapterConfig(modules=modules, roots=(root,), resolve=root if resolve else None)
+    by_name: dict[str, NamedAdapter] = {}
+    return AdapterNames(client, config, ("model",), by_name)
+
+
+async def test_a_load_is_not_answered_with_that_of_another_path(tmp_path: Path) -> None:
+    client = Client()
+    names = make_names(tmp_path, client)
+    client.may_load.clear()
+    first = asyncio.create_task(names.load("x", "one"))
+    again = asyncio.create_task(names.load("x", "one"))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError, match="being loaded from another path"):
+        await names.load("x", "two")
+    second = asyncio.create_task(names.load("x", "two", in_place=True))
+    await asyncio.sleep(0)
+    client.may_load.set()
+    await asyncio.gather(first, again, second)
+    assert client.paths == ["one", "two"]
+    assert names.by_name["x"].digest == "two"
+    assert [each.digest for each in client.adapters.values()] == ["two"]
+
+
+async def test_a_name_that_is_loaded_again_stays_applied(tmp_path: Path) -> None:
+    names = make_names(tmp_path, Client())
+    await names.load("x", "one")
+    names.apply({0: 0.5})
+    await names.load("x", "two", in_place=True)
+    assert (names.by_name["x"].root, names.by_name["x"].applied) == ("two", 0.5)
+
+
+async def test_the_models_name_is_no_adapters_also_at_start(tmp_path: Path) -> None:
+    names = make_names(tmp_path, Client(), AdapterModule("model", str(tmp_path / "one")))
+    with pytest.raises(InvalidRequestError, match="is a name of the model"):
+        await names.load_given()
+
+
+async def test_what_is_too_long_for_a_file_is_not_there(tmp_path: Path) -> None:
+    names = make_names(tmp_path, Client(), resolve=True)
+    with pytest.raises(HttpError) as caught:
+        await names.load("x", "y" * 256)
+    assert caught.value.status == 404
+    await names.resolve("y" * 256)
+    await names.resolve("\N{SNOWMAN}" * 100)
+    assert not names.by_name
+    await names.resolve("one")
+    assert list(names.by_name) == ["one"]
