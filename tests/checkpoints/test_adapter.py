@@ -110,6 +110,7 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"use_qalora": True}, "use_qalora"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+    ({"init_lora_weights": "of_tomorrow"}, "init_lora_weights='of_tomorrow' is not served"),
     ({"a_field_of_tomorrow": "on"}, "a_field_of_tomorrow"),
     ({"r": 5}, "has rank 4, r or rank_pattern says 5"),
     ({"target_modules": ["q_proj", "lm_head"]}, "target_modules names 'lm_head'"),

@@ -50,8 +50,9 @@ _READ: Final = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pa
     "megatron_config", "megatron_core", "runtime_config", "loftq_config", "eva_config",
     "corda_config", "bias", "lora_bias", "ensure_weight_tying",
 }  # fmt: skip
-# ways to begin that change the base model, to which the saved adapter is then relative
-_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
+# ways to begin training that leave the base model as it is; with others, such as pissa, the saved
+# adapter is relative to a changed one
+_KEEPS_BASE: Final = ("gaussian", "eva", "orthogonal")
 _PREFIXES: Final = ("base_model.model.", "base_model.", "language_model.", "model.")
 _NAME: Final = re.compile(
     r"layers\.(0|[1-9][0-9]{0,4})\.([a-z_.]+)\.lora_([AB])(?:\.default)?\.weight"
@@ -97,10 +98,10 @@ def _check_fields(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
     if raw.get("lora_bias"):
         raise CheckpointError(f"{where}: lora_bias={raw['lora_bias']!r:.40} is not served")
     begun = raw.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+    if begun not in (None, True, False) and str(begun).lower() not in _KEEPS_BASE:
         raise CheckpointError(
-            f"{where}: init_lora_weights={begun!r:.40} changed the base model in training: convert "
-            "the adapter to one for the original model"
+            f"{where}: init_lora_weights={begun!r:.40} is not served, as it may have changed the "
+            "base model in training: convert the adapter to one for the original model"
         )
     rank = raw.get("r")
     if type(rank) is not int or rank < 1:

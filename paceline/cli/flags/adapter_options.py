@@ -90,14 +90,12 @@ def add_adapter_options(parser: Parser) -> None:
     group.add_argument(
         "--lora-dtype",
         choices=("auto", "bfloat16", "float32"),
-        default="auto",
         help="format of adapters in memory; auto: bfloat16, or float32 with a model in float32 "
         "(default auto)",
     )
     group.add_argument(
         "--allow-runtime-lora",
         action="store_true",
-        default=os.environ.get(_RUNTIME, "").lower() in ("1", "true"),
         help="serve /v1/load_lora_adapter and /v1/unload_lora_adapter, to keys of scope admin "
         f"where there are keys; needs --lora-root (default: ${_RUNTIME})",
     )
@@ -112,7 +110,6 @@ def add_adapter_options(parser: Parser) -> None:
     group.add_argument(
         "--lora-resolve",
         type=Path,
-        default=os.environ.get(_RESOLVER) or None,
         metavar="DIR",
         help="load an unknown model NAME as the adapter DIR/NAME, if it is there (default: "
         f"${_RESOLVER})",
@@ -125,15 +122,19 @@ def adapter_settings(args: argparse.Namespace) -> dict[str, Any]:
     given = {
         "--lora-modules": args.lora_modules, "--max-loras": args.max_loras,
         "--max-cpu-loras": args.max_cpu_loras, "--max-lora-rank": args.max_lora_rank,
-        "--lora-memory": args.lora_memory, "--lora-root": args.lora_root,
+        "--lora-memory": args.lora_memory, "--lora-dtype": args.lora_dtype,
+        "--allow-runtime-lora": args.allow_runtime_lora, "--lora-root": args.lora_root,
+        "--lora-resolve": args.lora_resolve,
     }  # fmt: skip
     if not args.enable_lora:
         for flag, value in given.items():
             if value:
                 raise ConfigError(f"{flag} has no effect without --enable-lora")
-    if args.enable_lora and args.allow_runtime_lora and not args.lora_root:
+    if args.enable_lora and _allows_runtime(args) != bool(args.lora_root):
         raise ConfigError(
             "--allow-runtime-lora needs --lora-root: the folders that requests may load from"
+            if not args.lora_root
+            else "--lora-root has no effect without --allow-runtime-lora"
         )
     names = [module.name for module in args.lora_modules]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -141,8 +142,13 @@ def adapter_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "enable_lora": args.enable_lora, "lora_bytes": args.lora_memory,
         "max_cpu_loras": args.max_cpu_loras, "max_lora_rank": args.max_lora_rank,
-        "lora_dtype": args.lora_dtype, "max_adapters": args.max_loras,
+        "lora_dtype": args.lora_dtype or "auto", "max_adapters": args.max_loras,
     }  # fmt: skip
+
+
+def _allows_runtime(args: argparse.Namespace) -> bool:
+    named = os.environ.get(_RUNTIME, "").lower() in ("1", "true")
+    return args.allow_runtime_lora or named
 
 
 def adapter_config(args: argparse.Namespace) -> AdapterConfig:
@@ -151,14 +157,15 @@ def adapter_config(args: argparse.Namespace) -> AdapterConfig:
 
     if not args.enable_lora:
         return AdapterConfig()
-    resolve = None if args.lora_resolve is None else Path(args.lora_resolve)
+    given = args.lora_resolve or os.environ.get(_RESOLVER)
+    resolve = Path(given) if given else None
     for flag, folders in (("--lora-root", args.lora_root), ("--lora-resolve", [resolve])):
         for folder in folders:
             if folder is not None and not folder.is_dir():
                 raise ConfigError(f"{flag} {folder} is no folder")
     return AdapterConfig(
         modules=tuple(AdapterModule(*module) for module in args.lora_modules),
-        allow_runtime=args.allow_runtime_lora,
+        allow_runtime=_allows_runtime(args),
         roots=tuple(Path(os.path.abspath(root)) for root in args.lora_root),
         resolve=None if resolve is None else Path(os.path.abspath(resolve)),
     )

@@ -105,9 +105,9 @@ class BatchAdmission:
 
     def _has_adapter_slot(self, request: Request, most: int) -> bool:
         """Whether at most ``most`` adapters run with this request's."""
-        running = {r.asked.adapter.key for r in self._running.requests if r.asked.adapter}
+        running = {r.asked.adapter.slot for r in self._running.requests if r.asked.adapter}
         assert request.asked.adapter is not None
-        return len(running | {request.asked.adapter.key}) <= most
+        return len(running | {request.asked.adapter.slot}) <= most
 
     def _admit(self, step: Step, request: Request) -> None:
         num_tokens = uncached = request.num_tokens - request.num_computed_tokens

@@ -115,11 +115,11 @@ class Step:
 
     def adapter_work(self) -> AdapterWork:
         """Return what the adapters of the rows so far cost."""
-        sizes: dict[bytes, int] = {}
+        sizes: dict[int, int] = {}
         products = 0
         for request, row in zip(self.requests, self.rows, strict=True):
             if (adapter := request.asked.adapter) is not None:
-                sizes[adapter.key] = adapter.num_bytes
+                sizes[adapter.slot] = adapter.num_bytes
                 products += adapter.num_products * row.num_tokens
         return AdapterWork(sum(sizes.values()), products)
 

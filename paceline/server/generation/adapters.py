@@ -187,8 +187,8 @@ class AdapterNames:
 
 
 def check_places(scales: Mapping[int, float], count: int) -> None:
-    """Raise InvalidRequestError unless ``scales`` name at most one of ``count`` adapters to use, with
-    a finite factor."""
+    """Raise InvalidRequestError unless ``scales`` name one of ``count`` adapters to use at most,
+    with a factor that is finite in float32."""
     for place, scale in scales.items():
         if not 0 <= place < count:
             raise InvalidRequestError(

@@ -58,6 +58,9 @@ def test_vllms_variables_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     config = adapter_config(parse("--enable-lora", "--lora-root", str(tmp_path)))
     assert config.allow_runtime
     assert config.resolve == tmp_path
+    # they say what --enable-lora does, and do not ask for it
+    adapter_settings(parse())
+    assert not adapter_config(parse()).allow_runtime
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,14 @@ def test_vllms_variables_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--max-loras", "2"], "--max-loras has no effect without --enable-lora"),
         (["--enable-lora", "--lora-modules", "a=b", "a=c"], "names 'a' twice"),
         (["--enable-lora", "--allow-runtime-lora"], "--allow-runtime-lora needs --lora-root"),
-        (["--enable-lora", "--lora-root", "/no/such/folder"], "--lora-root /no/such/folder is no"),
+        (["--enable-lora", "--lora-root", "/a"], "--lora-root has no effect without --allow-"),
+        (["--lora-dtype", "auto"], "--lora-dtype has no effect without --enable-lora"),
+        (["--allow-runtime-lora"], "--allow-runtime-lora has no effect without --enable-lora"),
+        (["--lora-resolve", "/a"], "--lora-resolve has no effect without --enable-lora"),
+        (
+            ["--enable-lora", "--allow-runtime-lora", "--lora-root", "/no/such/folder"],
+            "--lora-root /no/such/folder is no",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(flags: list[str], said: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from paceline.core.request import AdapterUse, Request
 from tests.driving import Driver, make_request
 
 
@@ -33,3 +36,23 @@ def test_shared_blocks_are_counted_once_when_looking_ahead() -> None:
     assert driver.scheduler.stats().num_running == 8
     driver.run()
     assert driver.scheduler.stats().num_preemptions == 0
+
+
+def test_one_adapter_with_two_factors_takes_one_place_and_is_read_once() -> None:
+    def ask(name: str, slot: int, scale: float) -> Request:
+        request = make_request(name, 8, 4)
+        key = bytes([slot, int(10 * scale)]) * 16
+        request.asked = replace(request.asked, adapter=AdapterUse(key, slot, scale, 100, 10))
+        return request
+
+    driver = Driver(num_blocks=40, max_num_seqs=8, max_adapters=1, max_skip_ahead=8)
+    for name, slot, scale in (("a", 0, 1.0), ("half", 0, 0.5), ("other", 1, 1.0)):
+        driver.add(ask(name, slot, scale))
+    driver.add(make_request("base", 8, 4))
+    driver.step()
+    running = {request.request_id for request in driver.scheduler.state.running.requests}
+    assert running == {"a", "half", "base"}
+    # two prompts of 8 tokens, one adapter
+    assert driver.scheduler._adapters == (100, 10 * 16)
+    driver.run()
+    assert len(driver.finished) == 4
