@@ -240,6 +240,9 @@ async def test_bad_loads_say_what_is_wrong(folder: Path, tmp_path: Path) -> None
     shutil.copytree(folder / "adapters/a", root / "a")
     shutil.copytree(folder / "adapters/b", tmp_path / "outside")
     (root / "link").symlink_to(tmp_path / "outside")
+    (root / "linked").mkdir()
+    for file in (tmp_path / "outside").iterdir():
+        (root / "linked" / file.name).symlink_to(file)
     config = open_checkpoint(folder / "base").config
     write_peft(root / "dora", random_pairs(config), use_dora=True)
     write_peft(root / "large", random_pairs(config, rank=2048))
@@ -251,7 +254,8 @@ async def test_bad_loads_say_what_is_wrong(folder: Path, tmp_path: Path) -> None
                 "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}
             )
 
-        for path in ("../outside", str(tmp_path / "outside"), "/etc", "link", "a/../../outside"):
+        outside = str(tmp_path / "outside")
+        for path in ("../outside", outside, "/etc", "link", "linked", "a/../../outside"):
             got = await load("x", path)
             assert got.status_code == 403, (path, got.text)
         assert (await load("x", "nothing")).status_code == 404

@@ -116,6 +116,8 @@ class AdapterStore:
         self._adapters: dict[str, _Adapter] = {}
         # requests by id: key, scale
         self._uses: dict[str, tuple[str, float]] = {}
+        # those that the thread is at work on, by key
+        self._under_way: dict[str, _Adapter] = {}
         # keys to load without a request that waits for them, in order
         self._wanted: list[str] = []
         self._num_slots = 0
@@ -127,9 +129,7 @@ class AdapterStore:
     @property
     def is_busy(self) -> bool:
         """Whether ``poll`` is needed soon: something is being loaded, or wanted."""
-        return bool(self._wanted) or any(
-            each.opening or each.loading for each in self._adapters.values()
-        )
+        return bool(self._wanted or self._under_way)
 
     @property
     def has_leases(self) -> bool:
@@ -147,7 +147,7 @@ class AdapterStore:
                 is loaded when a request names it. Empty: it is loaded at once.
         """
         assert key not in self._adapters, f"adapter {key} is registered"
-        adapter = self._adapters[key] = _Adapter(path, digest=digest)
+        adapter = self._adapters[key] = self._under_way[key] = _Adapter(path, digest=digest)
         limits = self._limits
         adapter.opening = self._thread.submit(
             self._backend.open_adapter, path, limits.max_rank, limits.dtype
@@ -206,7 +206,7 @@ class AdapterStore:
 
     def poll(self) -> None:
         """Take in what the thread has done, and begin what there is room for now."""
-        for key, adapter in list(self._adapters.items()):
+        for key, adapter in list(self._under_way.items()):
             if adapter.opening is not None and adapter.opening.done():
                 self._opened(key, adapter)
             if adapter.loading is not None and adapter.loading.done():
@@ -238,6 +238,7 @@ class AdapterStore:
     def _opened(self, key: str, adapter: _Adapter) -> None:
         assert adapter.opening is not None
         opening, adapter.opening = adapter.opening, None
+        del self._under_way[key]
         if (error := opening.exception()) is not None:
             self._fail(key, adapter, error)
             return
@@ -283,12 +284,14 @@ class AdapterStore:
         opened = adapter.opened
         assert opened is not None
         adapter.loading = self._thread.submit(self._backend.load_adapter, adapter.slot, opened)
+        self._under_way[key] = adapter
         return True
 
     def _loaded(self, key: str, adapter: _Adapter) -> None:
         assert adapter.loading is not None
         assert adapter.opened is not None
         loading, adapter.loading = adapter.loading, None
+        del self._under_way[key]
         error, (digest, num_bytes) = loading.exception(), ("", 0)
         if error is None:
             digest, num_bytes = loading.result()
@@ -326,6 +329,7 @@ class AdapterStore:
 
     def _gone(self, key: str) -> None:
         adapter = self._adapters.pop(key)
+        self._under_way.pop(key, None)
         if key in self._wanted:
             self._wanted.remove(key)
         if adapter.slot >= 0:

@@ -79,7 +79,7 @@ class AdapterNames:
             EngineError: the engine ended meanwhile.
         """
         self._check_name(name)
-        found = self._inside(path)
+        found = await asyncio.to_thread(self._inside, path)
         while (under_way := self._loading.get(name)) is not None and under_way[0] != found:
             if not in_place:
                 raise InvalidRequestError(
@@ -147,7 +147,7 @@ class AdapterNames:
             if "\0" not in path and whole.is_relative_to(root):
                 if not _exists(whole):
                     raise HttpError(404, f"There is no adapter at {show(path)}")
-                if whole.resolve().is_relative_to(root.resolve()):
+                if _stays_inside(whole, root):
                     return whole
         raise HttpError(
             403, f"lora_path {show(path)} is outside the folders that --lora-root names"
@@ -209,4 +209,10 @@ def _exists(path: Path) -> bool:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    return _exists(path) and path.resolve().is_relative_to(folder.resolve())
+    return _exists(path) and _stays_inside(path, folder)
+
+
+def _stays_inside(path: Path, folder: Path) -> bool:
+    """Return whether no link leads out of ``folder``: of the path, or of a file right in it."""
+    whole, held = folder.resolve(), path.iterdir() if path.is_dir() else ()
+    return all(each.resolve().is_relative_to(whole) for each in (path, *held))

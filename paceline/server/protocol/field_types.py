@@ -70,6 +70,8 @@ INT64: Final = 2**63
 Bound = int | Callable[[RequestRules], int]
 SchemaMaker = Callable[[RequestRules], Schema]
 Shape = Schema | SchemaMaker
+# adapters that an error names: there may be thousands
+_MOST_NAMED: Final = 20
 # values that request nothing
 NOTHING: Final[tuple[Any, ...]] = (False, [], {}, "")
 
@@ -303,9 +305,12 @@ def check_model(model: object, rules: RequestRules) -> str:
     """Return the name. Raises InvalidRequestError, or UnknownModelError if it is not served."""
     name = check_string(model, "model", 0, None)
     if not rules.serves(name):
+        adapters = tuple(rules.adapters)
+        more = len(adapters) - _MOST_NAMED
         raise UnknownModelError(
             f"The model {show(name)} does not exist here; served: "
-            f"{', '.join((*rules.served_model_names, *rules.adapters))}",
+            f"{', '.join((*rules.served_model_names, *adapters[:_MOST_NAMED]))}"
+            + (f" and {more} more adapters" if more > 0 else ""),
             "model",
         )
     return name

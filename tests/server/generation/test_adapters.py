@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.engine.types import AdapterStatus
-from paceline.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError, UnknownModelError
 from paceline.http.errors import HttpError
 from paceline.server.generation.adapters import AdapterNames
+from paceline.server.protocol.field_types import check_model
 from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.settings.config import AdapterConfig, AdapterModule
+from tests.server.protocol.test_requests import RULES
 
 pytestmark = pytest.mark.anyio
 
@@ -52,11 +55,13 @@ async def test_a_load_is_not_answered_with_that_of_another_path(tmp_path: Path) 
     client.may_load.clear()
     first = asyncio.create_task(names.load("x", "one"))
     again = asyncio.create_task(names.load("x", "one"))
-    await asyncio.sleep(0)
+    while not client.paths:
+        await asyncio.sleep(0.001)
     with pytest.raises(InvalidRequestError, match="being loaded from another path"):
         await names.load("x", "two")
     second = asyncio.create_task(names.load("x", "two", in_place=True))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+    assert client.paths == ["one"]
     client.may_load.set()
     await asyncio.gather(first, again, second)
     assert client.paths == ["one", "two"]
@@ -88,3 +93,10 @@ async def test_what_is_too_long_for_a_file_is_not_there(tmp_path: Path) -> None:
     assert not names.by_name
     await names.resolve("one")
     assert list(names.by_name) == ["one"]
+
+
+def test_an_unknown_name_is_answered_with_some_of_many_adapters() -> None:
+    rules = replace(RULES, adapters={f"a{i}": NamedAdapter(f"a{i}", "", "") for i in range(1000)})
+    assert check_model("a999", rules) == "a999"
+    with pytest.raises(UnknownModelError, match=r", a19 and 980 more adapters$"):
+        check_model("b", rules)
