@@ -57,6 +57,8 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
     if request.adapter is not None:
         assert core.adapters is not None, "a request with an adapter was let in without any"
         adapter = core.adapters.use_of(request.request_id)
+        # without one it would be answered by the model itself
+        assert adapter is not None, "a request was let in before its adapter was resident"
     if request.sampling.prompt_logprobs is not None:
         # logits of cached positions are not computed, so such a prompt must share nothing; no two
         # requests have this id at the same time

@@ -61,7 +61,7 @@ def open_gguf_adapter(path: Path, config: ModelConfig, max_rank: int | None = No
             whole, lacking = (a, "lora_b") if a is not None else (b, "lora_a")
             assert whole is not None
             raise CheckpointError(f"{path}: {whole.name} has no {lacking} next to it")
-        rank = a.shape[0]
+        rank = a.shape[0] if a.shape else 0
         read = partial(_read, data, a, b, config, module, interleaved)
         scale = alpha / rank if alpha and rank else 1.0
         shapes = a.shape, b.shape

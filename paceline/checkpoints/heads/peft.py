@@ -80,7 +80,8 @@ def open_peft(folder: Path, config: ModelConfig, max_rank: int | None = None) ->
             whole, lacking = (a, "lora_B") if a is not None else (b, "lora_A")
             assert whole is not None
             raise CheckpointError(f"{folder}: {whole[0]} has no {lacking} next to it")
-        rank = a[1].shape[0] if not transposed or len(a[1].shape) != 2 else a[1].shape[1]
+        shape = a[1].shape[::-1] if transposed else a[1].shape
+        rank = shape[0] if shape else 0
         scale = _scale(raw, f"layers.{layer}.{module}", rank, where)
         pairs |= _split(config, layer, module, (a, b), scale, transposed=transposed)
     return AdapterFile.of(folder, config, pairs, max_rank=max_rank, notes=notes)

@@ -62,7 +62,7 @@ class AdapterPair:
 
     @property
     def rank(self) -> int:
-        return self.shapes[0][0]
+        return self.shapes[0][0] if self.shapes[0] else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -174,6 +174,9 @@ class AdapterStore:
         if adapter is None:
             raise UnknownModelError("the adapter of this request was unloaded", "model")
         _raise_failure(adapter)
+        if request_id in self._uses:
+            # one of the same name has ended, and was not looked at since
+            self._release(request_id)
         self._uses[request_id] = key, scale
         adapter.requests.add(request_id)
         if self._books.state(key) is not None:
@@ -195,14 +198,17 @@ class AdapterStore:
     def release_except(self, request_ids: Collection[str]) -> None:
         """End the leases of all requests but these."""
         for request_id in [each for each in self._uses if each not in request_ids]:
-            key, _ = self._uses.pop(request_id)
-            adapter = self._adapters[key]
-            adapter.requests.discard(request_id)
-            if self._books.num_leases(key):
-                if self._books.release(key):
-                    self._gone(key)
-            elif adapter.forgotten and not adapter.requests:
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        key, _ = self._uses.pop(request_id)
+        adapter = self._adapters[key]
+        adapter.requests.discard(request_id)
+        if self._books.num_leases(key):
+            if self._books.release(key):
                 self._gone(key)
+        elif adapter.forgotten and not adapter.requests:
+            self._gone(key)
 
     def poll(self) -> None:
         """Take in what the thread has done, and begin what there is room for now."""
@@ -316,7 +322,9 @@ class AdapterStore:
         )
 
     def _fail(self, key: str, adapter: _Adapter, error: BaseException) -> None:
-        known = error if isinstance(error, PacelineError) else CheckpointError(str(error))
+        known = error
+        if not isinstance(known, PacelineError):
+            known = CheckpointError(f"{adapter.path}: {type(error).__name__}: {error}")
         adapter.error = known
         kind = type(known).__name__
         self._news.append(AdapterStatus(key, "failed", error=str(known), kind=kind))

@@ -220,6 +220,28 @@ def test_an_adapter_of_an_earlier_engine_is_loaded_on_request_with_its_contents(
         store.use_of("s")
 
 
+def test_a_request_with_the_name_of_one_that_has_ended_holds_one_lease(store: AdapterStore) -> None:
+    for key in "ab":
+        store.register(key, key)
+        settle(store)
+        store.lease("r", key, 1.0)
+    assert (store.books.num_leases("a"), store.books.num_leases("b")) == (0, 1)
+    store.lease("r", "b", 0.5)
+    store.release_except(())
+    assert not store.books.num_leases("b")
+
+
+def test_an_error_without_a_text_is_named(store: AdapterStore, backend: Backend) -> None:
+    def load_adapter(slot: int, opened: Opened) -> tuple[str, int]:
+        raise MemoryError
+
+    backend.load_adapter = load_adapter  # type: ignore[method-assign]
+    store.register("a", "a")
+    settle(store)
+    with pytest.raises(InvalidRequestError, match="a: MemoryError"):
+        store.lease("r", "a", 1.0)
+
+
 def test_places_in_use_are_told_too(backend: Backend) -> None:
     store = AdapterStore(backend, AdapterLimits(max_bytes=100, max_count=1))
     store.register("a", "a")
