@@ -358,6 +358,7 @@ async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
         for name in NAMES:
             await names.load(name, name)
         names.unload("c")
+        await names.load("idle", "c")
         async with connect(app) as http:
             running = [
                 asyncio.create_task(say(http, n, max_tokens=150)) for n in ("a", "b", "base")
@@ -373,7 +374,10 @@ async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
                 *(say(http, n, max_tokens=150) for n in ("a", "b", "base"))
             )
             assert again == found
-            assert {key.partition("#")[0] for key in client.adapters} == {"a", "b"}
+            # the second engine has loaded what requests named, and knows the others
+            status = {key.partition("#")[0]: each.status for key, each in client.adapters.items()}
+            assert status == {"a": "resident", "b": "resident", "idle": "registered"}
+            assert await say(http, "idle") == exact["c"]
     finally:
         await client.close()
 
