@@ -29,6 +29,7 @@ from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
+from paceline.engine.types import GenerationRequest
 from paceline.server.app import create_app, service_of
 from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
 from tests.backends.torch.models import save_model
@@ -129,7 +130,15 @@ async def test_one_batch_serves_the_base_and_every_adapter(
 
 async def test_every_api_answers_under_the_adapters_name(folder: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
-    async with serving(folder) as (http, _, _):
+    async with serving(folder) as (http, client, _):
+        computed: list[str | None] = []
+        generate = client.generate
+
+        def note(request: GenerationRequest, sink: Any = None) -> Any:
+            computed.append(request.adapter)
+            return generate(request, sink)
+
+        client.generate = note  # type: ignore[method-assign]
         for path, body in {
             "/v1/chat/completions": {"messages": chat},
             "/v1/completions": {"prompt": "hi"},
@@ -152,6 +161,9 @@ async def test_every_api_answers_under_the_adapters_name(folder: Path) -> None:
                 assert got.status_code == 200, (path, got.text)
                 answers.append(got.json())
             assert [answer["model"] for answer in answers] == ["a", "base"], path
+            # a name alone could be that of an answer without the adapter
+            assert computed == ["a#0", None], path
+            computed.clear()
         events = await http.post(
             "/v1/chat/completions",
             json={"model": "b", "messages": chat, "max_tokens": 2, "stream": True},
