@@ -16,6 +16,7 @@ from typing import Any, Final
 from gguf import GGUFValueType
 from tokenizers import Tokenizer
 
+from paceline.checkpoints.gguf.sampling import KEYS
 from paceline.checkpoints.gguf.tokenizer import CONTROL, USER_DEFINED, build_tokenizer
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.model.json_file import read_json_object
@@ -45,7 +46,6 @@ _PROBE: Final = (
 _NAMED: Final = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
 }  # fmt: skip
-_SETTINGS: Final = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
 
 
 def vocabulary_fields(folder: Path, config: ModelConfig) -> list[Field]:
@@ -70,10 +70,10 @@ def vocabulary_fields(folder: Path, config: ModelConfig) -> list[Field]:
 def _sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the folder's defaults of sampling, which servers take where a request has none."""
     found: dict[str, Any] = {}
-    for theirs, name in _SETTINGS.items():
-        value = generation.get(theirs)
+    for name, key in KEYS.items():
+        value = generation.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[f"general.sampling.{name}"] = int(value) if name == "top_k" else float(value)
+            found[key] = int(value) if name == "top_k" else float(value)
     return found
 
 

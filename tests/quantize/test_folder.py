@@ -17,6 +17,7 @@ from tokenizers import processors
 from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.gguf.checkpoint import open_gguf
 from paceline.checkpoints.gguf.container import GGUFType
+from paceline.checkpoints.gguf.sampling import sampling_keys
 from paceline.checkpoints.gguf.tokenizer import build_tokenizer
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint, open_folder
 from paceline.engine.text.tokenizer import load_tokenizer
@@ -142,15 +143,17 @@ def test_named_templates_and_sampling_defaults(tmp_path: Path) -> None:
     more = folder / "additional_chat_templates"
     more.mkdir()
     (more / "tool_use.jinja").write_text("{{ tools }}")
-    defaults = {"temperature": 0.2, "top_p": 0.9, "top_k": 40, "eos_token_id": [2, 1]}
-    (folder / "generation_config.json").write_text(json.dumps(defaults))
-    metadata = open_gguf(written(folder)).metadata
+    defaults = {
+        "temperature": 0.2, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1,
+    }  # fmt: skip
+    more_of = {**defaults, "eos_token_id": [2, 1]}
+    (folder / "generation_config.json").write_text(json.dumps(more_of))
+    file = written(folder)
+    metadata = open_gguf(file).metadata
     assert metadata["tokenizer.chat_template"] == TEMPLATE
     assert metadata["tokenizer.chat_template.tool_use"] == "{{ tools }}"
     assert metadata["tokenizer.chat_templates"] == ["tool_use"]
-    assert metadata["general.sampling.temp"] == pytest.approx(0.2)
-    assert metadata["general.sampling.top_p"] == pytest.approx(0.9)
-    assert metadata["general.sampling.top_k"] == 40
+    assert sampling_keys(file) == pytest.approx(defaults)
     assert metadata["tokenizer.ggml.eos_token_id"] == 1
     assert metadata["tokenizer.ggml.eot_token_id"] == 2
 

@@ -8,10 +8,10 @@ from typing import Any, Final
 from paceline.checkpoints.gguf.container import read_gguf
 from paceline.checkpoints.gguf.shards import gguf_files
 
-__all__ = ["sampling_keys"]
+__all__ = ["KEYS", "sampling_keys"]
 
-# llama.cpp's converter takes them from generation_config.json
-_KEYS: Final = {
+# by the field of generation_config.json that llama.cpp's converter takes each from
+KEYS: Final = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
     "top_k": "general.sampling.top_k",
@@ -23,4 +23,4 @@ _KEYS: Final = {
 def sampling_keys(path: Path) -> dict[str, Any]:
     """Return those that the file has. Raises CheckpointError for a malformed file."""
     metadata = read_gguf(gguf_files(path)[0]).metadata
-    return {name: metadata[key] for name, key in _KEYS.items() if key in metadata}
+    return {name: metadata[key] for name, key in KEYS.items() if key in metadata}
