@@ -218,10 +218,12 @@ def _describe_weights(plan: LoadPlan) -> str:
     stored = checkpoint.config.stored_dtype
     if formats.dtype == "q4" and stored in ("float16", "bfloat16", "float32"):
         path = checkpoint.path
+        # a folder's name may have a point in it, as in Qwen2.5
+        name = path.name if path.is_dir() else path.stem
         rounded = (
             f"q4 rounds each weight of a file in {stored} by itself, and "
             "answers differ far more than the accuracy gate allows (KL of 0.3 nats a token on a "
-            f"model of 135M): paceline quantize {path} -o {path.stem}-q4.gguf makes 4 bits that "
+            f"model of 135M): paceline quantize {path} -o {name}-q4.gguf makes 4 bits that "
             "lose a fraction of that (docs/understand/accuracy.md)"
         )
     return "; ".join(filter(None, (folder, kinds.note, rounded)))

@@ -71,17 +71,22 @@ def test_two_backends_in_one_process(tmp_path: Path, llama: WorkerBackend) -> No
 @pytest.mark.skipif(unavailable_reason() is not None, reason="native kernels are lacking")
 def test_four_bits_of_a_file_that_has_more_name_the_command(tmp_path: Path) -> None:
     # heads of 16 dimensions, rows of whole groups
-    save_model(tmp_path / "m", "llama", hidden_size=96, intermediate_size=128)
+    save_model(tmp_path / "m2.5", "llama", hidden_size=96, intermediate_size=128)
     said = {}
     for dtype in ("q4", "int8"):
         backend = load(
-            tmp_path / "m", compute="native", dtype=dtype, kv_dtype="int8", threads=1, block_size=16
+            tmp_path / "m2.5",
+            compute="native",
+            dtype=dtype,
+            kv_dtype="int8",
+            threads=1,
+            block_size=16,
         )
         said[dtype] = backend.info.choice
         backend.close()
     assert "q4 rounds each weight of a file in float32 by itself" in said["q4"]
     assert "KL of 0.3 nats a token on a model of 135M" in said["q4"]
-    assert f"paceline quantize {tmp_path / 'm'} -o m-q4.gguf" in said["q4"]
+    assert f"paceline quantize {tmp_path / 'm2.5'} -o m2.5-q4.gguf" in said["q4"]
     assert "quantize" not in said["int8"]
 
 
