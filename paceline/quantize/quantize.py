@@ -7,14 +7,15 @@ file is whole.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,8 @@ __all__ = ["Progress", "Quantized", "quantize"]
 
 # raised when a part of an earlier run would no longer be what this code makes
 _VERSION: Final = 2
+# what the parts of a run depend on, in their folder
+_JOB: Final = "job.json"
 
 # layers done, all layers, error of the stream behind the last one as a share
 Progress = Callable[[int, int, float], None]
@@ -104,13 +107,16 @@ def quantize(
     parts = _Parts(target.with_name(f"{target.name}.parts"), _job(model, kind, size, windows))
     weights = {name: math.prod(checkpoint.tensor_shape(name)) for name in names}
     try:
-        if size is None:
-            kinds = dict.fromkeys(names, kind)
-        else:
-            kinds = parts.kinds(lambda: losses(checkpoint, windows, names, measured), weights, size)
-        resumed = _round_layers(checkpoint, windows, kinds, parts, progress)
-        GGUFOutput(model, kinds).write(target, parts.tensor)
-        parts.remove()
+        with parts.locked():
+            if size is None:
+                kinds = dict.fromkeys(names, kind)
+            else:
+                kinds = parts.kinds(
+                    lambda: losses(checkpoint, windows, names, measured), weights, size
+                )
+            resumed = _round_layers(checkpoint, windows, kinds, parts, progress)
+            GGUFOutput(model, kinds).write(target, parts.tensor)
+            parts.remove()
     except OSError as error:
         what = f"{error.filename or target} cannot be read or written"
         raise ConfigError(f"{what}: {error.strerror or error}") from None
@@ -143,7 +149,7 @@ def _round_layers(
 ) -> int:
     """Round the layers that are not done, and return how many were."""
     rounding = LayerRounding(checkpoint, windows, kinds)
-    layers, done = checkpoint.config.num_hidden_layers, parts.restore(rounding)
+    layers, done = checkpoint.config.num_hidden_layers, parts.restore(rounding, kinds)
     for index in range(done, layers):
         found, lost = rounding.round_layer(index)
         parts.save(index, found, rounding)
@@ -175,6 +181,27 @@ class _Parts:
         # what groups of matrices cost; none where all have one kind
         self._costs: dict[str, float] = {}
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and keep other processes from it meanwhile. Raises ConfigError where one
+        has it, or where it is of no run."""
+        self._is_same()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            # there are file systems without locks
+            with suppress(OSError):
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(
+                        f"{self._folder} is being written by another process: wait for it, or name "
+                        "another output"
+                    ) from None
+            yield
+        finally:
+            os.close(folder)
+
     def kinds(
         self, measure: Callable[[], dict[str, float]], weights: Mapping[str, int], size: float
     ) -> dict[str, GGUFType]:
@@ -203,7 +230,7 @@ class _Parts:
 
     def _is_same(self) -> bool:
         """Whether the folder is of this job. Raises ConfigError where it is of none."""
-        job = self._folder / "job.json"
+        job = self._folder / _JOB
         if self._folder.exists() and not job.exists() and any(self._folder.iterdir()):
             raise ConfigError(
                 f"{self._folder} is there and holds no parts of an earlier run: move it away, or "
@@ -215,26 +242,25 @@ class _Parts:
             return False
 
     def _begin(self) -> None:
-        """Make the folder, without what another job left."""
-        self.remove()
-        self._folder.mkdir(parents=True)
-        (self._folder / "job.json").write_text(json.dumps(self._job))
+        """Begin the folder again, without what another job left."""
+        self._empty()
+        (self._folder / _JOB).write_text(json.dumps(self._job))
         self._save_costs()
 
     def _save_costs(self) -> None:
         if self._costs:
             (self._folder / "costs.json").write_text(json.dumps(self._costs))
 
-    def restore(self, rounding: LayerRounding) -> int:
+    def restore(self, rounding: LayerRounding, kinds: Mapping[str, GGUFType]) -> int:
         """Give ``rounding`` the streams of an earlier run of the same job, and return how many
-        layers are done; remove what is left of another job."""
+        layers are done; remove what is left of another job, or has other ``kinds``."""
         try:
             if self._is_same():
                 with open(self._folder / "streams.npz", "rb") as file, np.load(file) as streams:
                     exact, rounded = streams["exact"], streams["rounded"]
                     done = int(streams["done"])
                 for layer in range(done):
-                    self._layer(str(layer))
+                    self._check_kinds(layer, kinds)
                 if exact.shape == rounded.shape == tuple(rounding.exact.shape):
                     rounding.exact, rounding.rounded = map(torch.from_numpy, (exact, rounded))
                     return done
@@ -243,6 +269,13 @@ class _Parts:
             pass
         self._begin()
         return 0
+
+    def _check_kinds(self, layer: int, kinds: Mapping[str, GGUFType]) -> None:
+        """Raise ValueError where a layer that is done is not what is asked for now."""
+        start = f"model.layers.{layer}."
+        wanted = {name: kind for name, kind in kinds.items() if name.startswith(start)}
+        if {name: tensor.kind for name, tensor in self._layer(str(layer)).items()} != wanted:
+            raise ValueError(f"layer {layer} has other kinds")
 
     def save(self, index: int, found: dict[str, RoundedTensor], rounding: LayerRounding) -> None:
         """Keep a layer. Raises OSError."""
@@ -270,8 +303,14 @@ class _Parts:
         return self._read[1]
 
     def remove(self) -> None:
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
+        self._empty()
+        self._folder.rmdir()
+
+    def _empty(self) -> None:
+        self._read = "", {}
+        # the last one says that the folder is ours, should this be the end of the process
+        for path in sorted(self._folder.iterdir(), key=lambda path: path.name == _JOB):
+            path.unlink()
 
     def _write(self, name: str, arrays: dict[str, Any]) -> None:
         partial = self._folder / f"{name}.partial"

@@ -165,6 +165,29 @@ def test_a_killed_run_measures_once(
     assert target.read_bytes() == whole.read_bytes()
 
 
+def test_parts_with_other_kinds_do_not_count(
+    source: Path, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs may be measured again, and differ: a layer that is done keeps what it was given."""
+    target, whole = source.with_name("mixed.gguf"), source.with_name("whole.gguf")
+    quantize(source, whole, windows, size=0.75)
+
+    def kill(done: int, layers: int, lost: float) -> None:
+        raise Killed
+
+    others = iter(range(1, 100))
+    with monkeypatch.context() as patch:
+        # the other way round
+        patch.setattr(
+            quantizing, "losses", lambda *of: {name: 1.0 / next(others) for name in losses(*of)}
+        )
+        with pytest.raises(Killed):
+            quantize(source, target, windows, size=0.75, progress=kill)
+    (source.parent / "mixed.gguf.parts" / "costs.json").unlink()
+    assert quantize(source, target, windows, size=0.75).resumed == 0
+    assert target.read_bytes() == whole.read_bytes()
+
+
 def killed(*arguments: object) -> None:
     raise Killed
 

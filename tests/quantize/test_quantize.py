@@ -144,6 +144,38 @@ def test_parts_of_another_run_do_not_count(
     assert target.read_bytes() == fresh.read_bytes()
 
 
+def test_two_processes_do_not_share_parts(source: Path, windows: torch.Tensor) -> None:
+    target = source.with_name("q4.gguf")
+
+    def second(done: int, layers: int, lost: float) -> None:
+        with pytest.raises(ConfigError, match=r"q4\.gguf\.parts is being written by another"):
+            quantize(source, target, windows, kind=GGUFType.Q5_1)
+
+    quantize(source, target, windows, progress=second)
+    assert "Q5_1" not in kinds(open_gguf(target)).values()
+
+
+def test_a_run_that_is_killed_as_it_removes_its_parts(
+    source: Path, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, unlink, removed = source.with_name("q4.gguf"), Path.unlink, 0
+
+    def kill(path: Path, missing_ok: bool = False) -> None:
+        nonlocal removed
+        if path.parent.name.endswith(".parts"):
+            removed += 1
+            if removed == 3:
+                raise Killed
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", kill)
+        with pytest.raises(Killed):
+            quantize(source, target, windows)
+    quantize(source, target, windows)
+    assert not list(source.parent.glob("*.part*"))
+
+
 def test_all_parts_of_a_split_file(tmp_path: Path, windows: torch.Tensor) -> None:
     tensors = halved(llama_tensors())
     whole = write_gguf(tmp_path / "whole.gguf", tensors=tensors)
