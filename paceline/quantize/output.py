@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.quantize.layers import RoundedTensor
 from paceline.quantize.source import Source, StoredTensor
 
-__all__ = ["GGUFOutput", "matrices_of", "refuse_few_bits"]
+__all__ = ["GGUFOutput", "bytes_of", "matrices_of", "refuse_few_bits"]
 
 # rows of a matrix that are converted at a time
 _ROWS: Final = 4096
@@ -63,12 +64,22 @@ def refuse_few_bits(checkpoint: Checkpoint, names: Collection[str]) -> None:
         )
 
 
+def bytes_of(shape: Sequence[int], kind: GGUFType) -> int:
+    """Return the bytes of a tensor's values."""
+    values, size = SIZES[kind]
+    return math.prod(shape) // values * size
+
+
 class GGUFOutput:
     """A file to be written from a model, its matrices in ``kinds``."""
 
     def __init__(self, source: Source, kinds: Mapping[str, GGUFType]) -> None:
         self._source, self._kinds = source, kinds
         self._tensors = source.tensors()
+
+    def size(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(bytes_of(tensor.shape, self._kind_of(tensor)) for tensor in self._tensors)
 
     def write(self, target: Path, rounded: Callable[[str], RoundedTensor]) -> None:
         """Write the file under its name only once it is whole. ``rounded`` returns a matrix of
@@ -91,12 +102,11 @@ class GGUFOutput:
         writer.add_quantization_version(_QUANTIZATION_VERSION)
         for tensor in self._tensors:
             kind = self._kind_of(tensor)
-            values, size = SIZES[kind]
             writer.add_tensor_info(
                 tensor.name,
                 tensor.shape,
                 np.dtype(np.float32),
-                int(np.prod(tensor.shape)) // values * size,
+                bytes_of(tensor.shape, kind),
                 gguf.GGMLQuantizationType(kind),
             )
         with closing(writer):

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,7 @@ from paceline.errors import ConfigError
 from paceline.quantize.folder import FolderSource
 from paceline.quantize.layers import LayerRounding, RoundedTensor
 from paceline.quantize.mixed import allocate, check_size, group_of, losses, share_of
-from paceline.quantize.output import GGUFOutput, matrices_of, refuse_few_bits
+from paceline.quantize.output import GGUFOutput, bytes_of, matrices_of, refuse_few_bits
 from paceline.quantize.source import GGUFSource, Source
 
 __all__ = ["Progress", "Quantized", "quantize"]
@@ -114,8 +115,13 @@ def quantize(
                 kinds = parts.kinds(
                     lambda: losses(checkpoint, windows, names, measured), weights, size
                 )
+            output = GGUFOutput(model, kinds)
+            blocks = sum(bytes_of((weights[name],), of) for name, of in kinds.items())
+            # both streams as they are, and as they are written behind the next layer
+            streams = 4 * 4 * windows.numel() * checkpoint.config.hidden_size
+            parts.check_room(target, output.size() + blocks + streams)
             resumed = _round_layers(checkpoint, windows, kinds, parts, progress)
-            GGUFOutput(model, kinds).write(target, parts.tensor)
+            output.write(target, parts.tensor)
             parts.remove()
     except OSError as error:
         what = f"{error.filename or target} cannot be read or written"
@@ -201,6 +207,17 @@ class _Parts:
             yield
         finally:
             os.close(folder)
+
+    def check_room(self, target: Path, needed: int) -> None:
+        """Raise ConfigError where the disk has no room for the parts and ``target``, hours before
+        it would be full."""
+        taken = sum(path.stat().st_size for path in self._folder.iterdir())
+        free = shutil.disk_usage(self._folder).free + taken
+        if needed > free:
+            raise ConfigError(
+                f"{target} and {self._folder.name} need {needed / 1e6:,.1f} MB of disk together, "
+                f"and {free / 1e6:,.1f} MB are free"
+            )
 
     def kinds(
         self, measure: Callable[[], dict[str, float]], weights: Mapping[str, int], size: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from paceline.checkpoints.gguf.container import GGUFType
 from paceline.errors import CheckpointError, ConfigError
+from paceline.quantize import quantize as quantizing
 from paceline.quantize.quantize import quantize
 from tests.checkpoints.builders import VOCAB, llama_metadata, llama_tensors, write_gguf
 
@@ -241,6 +243,40 @@ def test_a_full_disk(source: Path, windows: torch.Tensor, monkeypatch: pytest.Mo
     # what was done is not lost
     assert quantize(source, target, windows).resumed == 2
     assert target.exists()
+
+
+def test_a_disk_that_would_be_full(
+    source: Path, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, layers = source.with_name("q4.gguf"), 0
+
+    def count(*about: object) -> None:
+        nonlocal layers
+        layers += 1
+
+    usage = shutil.disk_usage(source.parent)._replace(free=50_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: usage)
+        with pytest.raises(ConfigError, match=r"q4\.gguf\.parts need 0\.1 MB .* 0\.1 MB are free"):
+            quantize(source, target, windows, progress=count)
+    assert layers == 0
+    needed: list[int] = []
+    check = quantizing._Parts.check_room
+    monkeypatch.setattr(
+        quantizing._Parts,
+        "check_room",
+        lambda self, path, size: (needed.append(size), check(self, path, size)),
+    )
+    sizes: list[int] = []
+    parts = target.with_name("q4.gguf.parts")
+    quantize(
+        source,
+        target,
+        windows,
+        progress=lambda *_: sizes.append(sum(path.stat().st_size for path in parts.iterdir())),
+    )
+    # what the files have besides, their headers and the vocabulary, is left out
+    assert needed[0] == pytest.approx(sizes[-1] + target.stat().st_size, rel=0.5)
 
 
 def test_experts_that_lie_in_one_tensor(tmp_path: Path, windows: torch.Tensor) -> None:

@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output {target} must end in .gguf")
     if not target.parent.is_dir():
         raise ConfigError(f"--output {target}: there is no folder {target.parent}")
+    if target.is_dir():
+        raise ConfigError(f"--output {target} is a folder")
     parts = gguf_files(source) if source.is_file() else ()
     if target.exists() and any(target.samefile(part) for part in parts):
         raise ConfigError(f"--output {target} is the model itself, or a part of it")

@@ -74,6 +74,7 @@ def test_progress_and_result(
     [
         (("-o", "q4.bin"), "--output q4.bin must end in .gguf"),
         (("-o", "there/is/none/q4.gguf"), "there is no folder there/is/none"),
+        (("-o", "folder.gguf"), "--output folder.gguf is a folder"),
         (("-o", "model.gguf"), "model.gguf is the model itself"),
         (("-o", "q4.gguf", "--size", "0.7"), "--size 0.7 needs --bits mixed"),
         (("-o", "q4.gguf", "--bits", "mixed", "--size", "0.5"), "--size 0.5 must be from 0.59"),
@@ -89,6 +90,7 @@ def test_refused(
     message: str,
 ) -> None:
     monkeypatch.chdir(model.parent)
+    Path("folder.gguf").mkdir()
     assert main(["quantize", "model.gguf", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(model.parent.glob("*.part*"))
