@@ -20,7 +20,7 @@ from paceline.checkpoints.gguf.sampling import KEYS
 from paceline.checkpoints.gguf.tokenizer import CONTROL, USER_DEFINED, build_tokenizer
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.model.json_file import read_json_object
-from paceline.engine.text.special_tokens import token_text
+from paceline.engine.text.special_tokens import end_texts, token_text
 from paceline.engine.text.tokenizer import HFTokenizer, folder_templates, load_tokenizer
 from paceline.errors import CheckpointError, ConfigError
 from paceline.quantize.source import Field
@@ -157,7 +157,13 @@ class _Keys:
                 self.found[f"{prefix}.{name}_token_id"] = ids[text]
         ends = sorted(self._tokenizer.eos_token_ids)
         eos = self.found.setdefault(f"{prefix}.eos_token_id", ends[0] if ends else 0)
-        more = [token_id for token_id in ends if token_id != eos]
+        # readers know some ends by their texts, so those that they do not know come first
+        known = end_texts(self._texts, [self._texts[eos]])
+        more = sorted(set(ends) - {eos}, key=lambda token_id: self._texts[token_id] in known)
+        if lost := [text for token_id in more[2:] if (text := self._texts[token_id]) not in known]:
+            self._refuse(
+                f"{len(ends)} tokens end an answer, and a file can name 3 of them: not {lost[0]!r}"
+            )
         self.found |= {
             f"{prefix}.{name}_token_id": token_id
             for name, token_id in zip(("eot", "eom"), more, strict=False)
@@ -190,15 +196,30 @@ class _Keys:
                 for prefix in (True, False)
             ]
         )
+        around: str | None = None
         for choice in choices:
             try:
                 read: Tokenizer = build_tokenizer({**self.found, **choice})
             except CheckpointError as error:
                 self._refuse(str(error))
             if read.encode(probe).ids == expected:
-                self.found |= choice
-                return
+                around = self._differs_around(read)
+                if around is None:
+                    self.found |= choice
+                    return
+        if around is not None:
+            self._refuse(f"text next to its token {around!r} has other ids")
         self._refuse(
             f"a text of {len(expected)} tokens has other ids under each of the {len(choices)} ways "
             "to split words that are known"
         )
+
+    def _differs_around(self, read: Tokenizer) -> str | None:
+        """Return a token that is matched whole, and next to which text is read differently: some
+        take spaces with them, or count as whole words alone, which a file cannot say."""
+        for text, kind in zip(self._texts, self._types, strict=True):
+            if kind in (_UNKNOWN, CONTROL, USER_DEFINED):
+                probe = f"a {text} b{text}c"
+                if read.encode(probe).ids != self._tokenizer.encode(probe):
+                    return text
+        return None

@@ -206,6 +206,17 @@ def another_kind(folder: Path) -> None:
     path.write_text(json.dumps(text))
 
 
+def takes_spaces(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    text = json.loads(path.read_text())
+    text["added_tokens"][3]["lstrip"] = True
+    path.write_text(json.dumps(text))
+
+
+def many_ends(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5, 6, 7]}')
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "broken", "message"),
     [
@@ -214,6 +225,8 @@ def another_kind(folder: Path) -> None:
         ("qwen3-moe-some-dense", {}, None, r"no key for dense_layers=\(0, 2, 3, 4\) of "),
         ("llama", {}, unknown_words, r"has other ids under each of the 8 ways to split words"),
         ("llama", {}, too_many_tokens, r"it has an id 429, the embedding has 424 rows"),
+        ("llama", {}, takes_spaces, r"text next to its token '<tool>' has other ids"),
+        ("llama", {}, many_ends, r"5 tokens end an answer, and a file can name 3 of them: not '"),
         ("llama", {}, another_kind, r"its kind is 'WordLevel', only BPE is written"),
     ],
 )  # fmt: skip
