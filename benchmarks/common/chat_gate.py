@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +55,12 @@ __all__ = [
 FIRST: Final = 16
 # questions that are answered together
 _GROUP: Final = 25
+# what is printed for what ``judged`` says
+_VERDICTS: Final = {
+    True: "passes",
+    False: "FAILS",
+    None: "passes as far as it was measured: loops were not counted",
+}
 # of McNemar's test
 _CHANCE: Final = 0.05
 
@@ -134,17 +140,28 @@ def figures_of(answers: Sequence[Answered]) -> ChatFigures:
     )
 
 
-def judged(answers: Sequence[Answered], limits: Limits) -> dict[str, Any]:
+def judged(
+    answers: Sequence[Answered], limits: Limits, tokens: int = LOOP_TOKENS
+) -> dict[str, Any]:
     """Return the figures of all questions, of those held back, and whether the limits hold, for
-    JSON."""
+    JSON.
+
+    Args:
+        tokens: length of the answers. Loops are counted in LOOP_TOKENS alone; without them nothing
+            passes, and "passes" is None where all other limits hold.
+    """
     figures = figures_of(answers)
     held = [each for each in answers if each.question in HELD]
-    return {
-        "questions": len(answers),
-        **figures.as_json(),
-        "held": {"questions": len(held), **figures_of(held).as_json()} if held else None,
-        "passes": figures.passes(limits),
-    }
+    result: dict[str, Any] = {"questions": len(answers), **figures.as_json()}
+    of_held: dict[str, Any] | None = None
+    if held:
+        of_held = {"questions": len(held), **figures_of(held).as_json()}
+    passes: bool | None = figures.passes(limits)
+    if tokens < LOOP_TOKENS:
+        passes = None if replace(figures, chance=1.0).passes(limits) else False
+        for part in (result, of_held or {}):
+            part |= dict.fromkeys(("loops", "float32_loops", "chance"))
+    return {**result, "held": of_held, "passes": passes}
 
 
 def show(results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -155,13 +172,21 @@ def show(results: Mapping[str, Mapping[str, Any]]) -> None:
         for label, part in ((name, result), ("  held back", result["held"])):
             if part is None:
                 continue
-            middle, low, high = part["loops"]
             print(
                 f"{label:18}{part['questions']:>9}{part['kl']:>9.4f}{part['top1']:>8.1%}"
-                f"{part['first']:>8.1%}{f'{middle:.1%} ({low:.1%}-{high:.1%})':>22}"
-                f"{part['float32_loops'][0]:>9.1%}{part['chance']:>8.3f}"
+                f"{part['first']:>8.1%}{_loops_text(part)}"
             )
-        print(f"{'':18}{'passes' if result['passes'] else 'FAILS'}")
+        print(f"{'':18}{_VERDICTS[result['passes']]}")
+
+
+def _loops_text(part: Mapping[str, Any]) -> str:
+    if part["loops"] is None:
+        return f"{'not counted':>22}{'-':>9}{'-':>8}"
+    middle, low, high = part["loops"]
+    return (
+        f"{f'{middle:.1%} ({low:.1%}-{high:.1%})':>22}{part['float32_loops'][0]:>9.1%}"
+        f"{part['chance']:>8.3f}"
+    )
 
 
 def _chance(found: Sequence[bool], reference: Sequence[bool]) -> float:

@@ -25,8 +25,8 @@ questions.
 
 The last line is JSON. PARTS=texts,killed,peer,chat chooses; QUICK=1: the gate's text alone.
 FOLDER=PATH keeps the files there, and does not make those again that an earlier run left. TOKENS=16
-ends answers on chat where distributions are compared no further, so that none is long enough to
-loop: minutes instead of a quarter of an hour.
+ends answers on chat where distributions are compared no further: minutes instead of a quarter of an
+hour, but loops are not counted, so no format passes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.common.chat_gate import KEPT, ROUNDED, judged, read_chat, show
+from benchmarks.common.chat_gate import FIRST, KEPT, ROUNDED, judged, read_chat, show
 from benchmarks.common.questions import LOOP_TOKENS, QUESTIONS
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.quantize.peer import llama_cpp, read_by_peer
@@ -184,7 +184,7 @@ def chat(
         (published, {"published": (published, "q4/int8")}, KEPT),
     ):
         read = read_chat(source, others, QUESTIONS, threads, tokens=TOKENS)
-        judgements = {name: judged(answers, limits) for name, answers in read.items()}
+        judgements = {name: judged(answers, limits, TOKENS) for name, answers in read.items()}
         show(judgements)
         found |= judgements
     return found
@@ -195,6 +195,9 @@ def main() -> int:
     if published is None:
         print(f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
         return 1
+    if not FIRST <= TOKENS <= LOOP_TOKENS:
+        print(f"TOKENS={TOKENS} must be from {FIRST} to {LOOP_TOKENS}", file=sys.stderr)
+        return 2
     if unknown := set(PARTS) - set(ALL_PARTS):
         print(f"PARTS has {', '.join(unknown)}, must be of {', '.join(ALL_PARTS)}", file=sys.stderr)
         return 2

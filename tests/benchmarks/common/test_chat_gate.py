@@ -16,6 +16,7 @@ from benchmarks.common.chat_gate import (
     figures_of,
     judged,
     read_chat,
+    show,
 )
 from benchmarks.common.questions import HELD, OPEN, QUESTIONS
 from paceline.backends.native import unavailable_reason
@@ -70,6 +71,18 @@ def test_more_loops_by_chance(more: int, less: int, chance: float) -> None:
     assert found.chance == pytest.approx(chance)
     assert found.passes(KEPT) is (chance >= 0.05)
     assert found.loops.share == pytest.approx((7 + more) / len(answers))
+
+
+def test_short_answers_do_not_pass_for_want_of_loops(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [answered(index) for index in range(20)]
+    assert judged(answers, ROUNDED)["passes"] is True
+    short = {name: judged(answers, limits, 16) for name, limits in (("a", ROUNDED), ("b", KEPT))}
+    assert short["a"]["passes"] is None and short["b"]["passes"] is False
+    assert short["a"]["loops"] is None and short["a"]["held"]["chance"] is None
+    show(short)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[-3:] for line in lines[:2]] == [["counted", "-", "-"]] * 2
+    assert "loops were not counted" in lines[2] and lines[5].strip() == "FAILS"
 
 
 @needs_native
