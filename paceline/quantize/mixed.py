@@ -77,10 +77,13 @@ def losses(
                     streams.run(index, layer, x)
                 every.append(x)
                 found.append(group)
-            progress(index + 1, layers)
+            # the last layer is done with the head
+            if index + 1 < layers:
+                progress(index + 1, layers)
         with streams.head() as head:
             exact = head(every[0]).log_softmax(1)
             costs = [_divergence(exact, head(x).log_softmax(1)) for x in every[1:]]
+    progress(layers, layers)
     if not all(map(torch.isfinite, map(torch.tensor, costs))):
         raise CheckpointError(f"{checkpoint.path}: a weight or an activation is not finite")
     return dict(zip(found, costs, strict=True))
