@@ -17,7 +17,7 @@ alone, ``paceline-default`` the formats that ``paceline serve`` takes without fl
 than a minute for a row does not run it again in later rounds; one that took less than two seconds
 in all of them runs it up to five times. The headline is ours over the fastest format of a peer that
 passes the gate, by that peer's own logits (``quality``); next to it stands the ratio over its
-fastest of all. A format whose engine tells no logits counts as one that passes.
+fastest of all. A format whose engine gives no logits counts as one that passes.
 
 Online. Each HTTP server, ours by its defaults and in bfloat16, gets the same Poisson streams of
 requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones of the same

@@ -195,16 +195,16 @@ class LlamaCpp:
         return self.logits(self._quantised(variant.partition("@")[0]), windows)
 
     def round_with_importance(self, model: Path, kind: str, text: str, target: Path) -> None:
-        """Write ``model`` in a kind by llama.cpp's own tools: an importance matrix of ``text``, all
-        matrices of the layers in the kind, and the embedding and head in Q8_0. Raises
-        Unavailable."""
+        """Write ``model`` in a kind by llama.cpp's own tools: the layers' matrices in the kind, by
+        an importance matrix of ``text``, whose special tokens are read as such, and the embedding
+        and head in Q8_0. Raises Unavailable."""
         log, matrix = self._folder / "setup.log", self._folder / "importance.gguf"
         words = self._folder / "importance.txt"
         words.write_text(text, encoding="utf-8")
         threads = str(len(self._places.cpus))
         run_step(
             [self._binaries / "llama-imatrix", "-m", model, "-f", words, "-o", matrix,
-             "-t", threads, "-c", "512", "--no-ppl"],
+             "-t", threads, "-c", "512", "--no-ppl", "--parse-special"],
             log=log,
         )  # fmt: skip
         run_step(

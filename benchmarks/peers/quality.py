@@ -1,8 +1,8 @@
 """How far each peer's format is from float32 of the weights that all engines are given.
 
 A peer is asked for its own logits (``GivesLogits``), so its kernels, activations and KV cache
-count, and so does what its own tools made of the weights. What gives no logits is not measured, and
-counts as a format that passes: no ratio gets better by leaving it out.
+count, and so does what its own tools made of the weights. A format whose engine gives no logits is
+not measured, and counts as one that passes: no ratio gets better by leaving it out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENS: Final = 256
 
 @runtime_checkable
 class GivesLogits(Protocol):
-    """A peer that tells its logits."""
+    """A peer that gives its logits."""
 
     name: str
     variants: tuple[str, ...]
@@ -87,12 +87,12 @@ def qualities(
         }
         for name, result in accuracy.items()
     }
-    tell = [peer for peer in peers if isinstance(peer, GivesLogits)]
-    if not tell:
+    giving = [peer for peer in peers if isinstance(peer, GivesLogits)]
+    if not giving:
         return found
     windows = text_windows(load_tokenizer(model).encode, WINDOW)[:TEXTS, :TOKENS]
     windows = np.ascontiguousarray(windows)
-    for peer in tell:
+    for peer in giving:
         for variant in peer.variants:
             label = f"{peer.name} {variant}"
             try:

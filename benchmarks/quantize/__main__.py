@@ -245,7 +245,11 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
             for key, path in (("peer_kl", formats["q4"][0]), ("peer_kl_published", published)):
                 results[key] = round(read_by_peer(peer, path, texts["gate"], threads).kl, 5)
             target = folder / "twin-peer.gguf"
-            peer.round_with_importance(twin, "Q4_1", tokenizer.decode(own.tolist()), target)
+            # with the marks of turns
+            text = tokenizer.decode(own.tolist(), skip_special_tokens=False)
+            began = time.monotonic()
+            peer.round_with_importance(twin, "Q4_1", text, target)
+            results["peer_seconds"] = round(time.monotonic() - began, 1)
             results["peer_file_mb"] = round(target.stat().st_size / 1e6, 1)
             formats["llama.cpp"] = (target, f"{OWN_BITS}/int8")
         ratio = speed_ratio(formats["q4"][0], published, "q4/int8", texts["gate"], threads)
@@ -275,7 +279,7 @@ def show_peer(results: dict[str, Any]) -> None:
             f"published one {results['peer_kl_published']:.4f}"
         )
     if "peer_file_mb" in results:
-        print(f"its own tools' file: {results['peer_file_mb']} MB")
+        print(f"its own tools' file: {results['peer_file_mb']} MB, {results['peer_seconds']} s")
 
 
 if __name__ == "__main__":
