@@ -23,7 +23,7 @@ __all__ = ["Field", "GGUFSource", "Source", "StoredTensor"]
 
 _T = TypeVar("_T", bound=np.generic)
 
-# not of a single file, or written anew
+# of a split file alone, or written by ``output``
 _OWN_KEYS: Final = (
     "general.alignment", "general.architecture", "general.file_type",
     "general.quantization_version", "split.no", "split.count", "split.tensors.count",
