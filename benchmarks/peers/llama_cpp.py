@@ -126,7 +126,9 @@ class LlamaCpp:
         """Configure and build; an interrupted build is continued."""
         stamp = self._build_folder / ".built"
         flags = cpu_flags(Path("/proc/cpuinfo").read_text(), self._level)
-        if stamp.is_file() and stamp.read_text() == "\n".join(flags):
+        # an earlier build may lack a target
+        wanted = "\n".join([*flags, *_TARGETS])
+        if stamp.is_file() and stamp.read_text() == wanted:
             return
         log = self._folder / "setup.log"
         for tool in ("cmake", "c++"):
@@ -145,7 +147,7 @@ class LlamaCpp:
             ["cmake", "--build", self._build_folder, "--parallel", jobs, "--target", *_TARGETS],
             log=log,
         )
-        stamp.write_text("\n".join(flags))
+        stamp.write_text(wanted)
 
     def _quantised(self, variant: str) -> Path:
         return self._folder / f"{self._places.model.stem}.{variant}.gguf"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import Places, make_venv, run_step
 from benchmarks.kernels.model import Ceilings
+from benchmarks.peers import llama_cpp
 from benchmarks.peers.ceilings import floor_s
 from benchmarks.peers.hf_folder import write_hf_folder
 from benchmarks.peers.levels import LEVELS
@@ -56,6 +58,25 @@ def test_the_build_has_the_processor_s_instructions_and_never_amx() -> None:
     assert {"-DGGML_AVX512=ON", "-DGGML_AVX512_BF16=ON", "-DGGML_AVX512_VNNI=OFF"} <= set(flags)
     assert {"-DGGML_AMX_TILE=OFF", "-DGGML_AMX_INT8=OFF", "-DGGML_NATIVE=OFF"} <= set(flags)
     assert "-DGGML_AVX2=OFF" in cpu_flags("")
+
+
+def test_a_build_of_fewer_programs_is_not_taken(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[list[str]] = []
+    monkeypatch.setattr(llama_cpp, "make_venv", lambda *of: Path())
+    monkeypatch.setattr(llama_cpp, "run_step", lambda argv, log: steps.append(list(map(str, argv))))
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    peer = LlamaCpp(places)
+    for folder in (peer._source / "vendor", peer._build_folder):
+        folder.mkdir(parents=True)
+    # as an earlier version left it, which did not build llama-imatrix
+    flags = cpu_flags(Path("/proc/cpuinfo").read_text(), None)
+    (peer._build_folder / ".built").write_text("\n".join(flags))
+    peer.build()
+    assert "llama-imatrix" in steps[-1]
+    peer.build()
+    assert len(steps) == 2
 
 
 def test_a_build_for_a_level_has_no_more_and_a_folder_of_its_own(places: Places) -> None:
