@@ -1,29 +1,35 @@
 // Whether an answer repeats itself: the rule of paceline/cli/offline/repetition.py.
 
-// so many words in a row, so often, make a loop
-const WORDS = 4, TIMES = 8;
+// a loop is one stretch of words over and over, at least four words long, eight times in a row; a longer stretch needs fewer times,
+// once so many words stand where they stood before
+const WORDS = 4, TIMES = 8, MANY = 100, LEAST = 4;
 // characters at the end that are one unit over and over, and how often at least
 const TAIL = 160, UNITS = 8;
 
-/** @returns {(piece: string) => boolean} told each piece of one answer: whether it repeats itself by now */
+/** @returns {(piece: string) => boolean} takes each piece of one answer, and returns whether it repeats itself by now */
 export function repetition() {
-  let tail = "", open = "", found = false;
+  let tail = "", open = "", found = false, distance = 0, same = 0;
   /** @type {string[]} */
-  let last = [];
-  /** @type {Map<string, number>} */
-  const runs = new Map();
+  const words = [];
+  /** @type {Map<string, number>} where each run of four words stood last */
+  const at = new Map();
+  const isLoop = (/** @type {string} */ word) => {
+    const here = words.push(word) - 1, run = words.slice(-WORDS).join(" ");
+    if (distance && words[here - distance] === word) same++;
+    else {
+      distance = here - (at.get(run) ?? here);
+      same = distance ? WORDS : 0;
+    }
+    at.set(run, here);
+    const again = Math.min((TIMES - 1) * distance, Math.max(MANY, (LEAST - 1) * distance));
+    return distance > 0 && same >= Math.max((TIMES - 1) * WORDS, again);
+  };
   return (piece) => {
     tail = (tail + piece).slice(-TAIL);
-    const words = (open + piece).split(/\s+/u);
-    open = words.pop() ?? "";
-    for (const word of words) {
-      if (!word) continue;
-      last = [...last, word].slice(-WORDS);
-      if (last.length < WORDS) continue;
-      const run = last.join(" "), times = (runs.get(run) ?? 0) + 1;
-      runs.set(run, times);
-      found ||= times >= TIMES;
-    }
+    const ended = (open + piece).split(/\s+/u);
+    open = ended.pop() ?? "";
+    // words without a letter do not count: a list has its numbers, a table its bars and dashes
+    for (const word of ended) if (/\p{L}/u.test(word)) found = isLoop(word) || found;
     return found || (tail.length === TAIL && isOneUnit(tail));
   };
 }
