@@ -7,6 +7,7 @@ import json
 from typing import Final
 
 from paceline.cli.elsewhere.rows import (
+    FALSE,
     NO_STATIC,
     Row,
     Taken,
@@ -48,7 +49,14 @@ def _draft(name: str, value: str) -> Taken:
 
 
 def _names(name: str, value: str) -> Taken:
-    return Taken(("--served-model-name", *value.split(",")))
+    # with =, as MODEL may follow
+    return Taken(tuple(f"--served-model-name={each}" for each in value.split(",")))
+
+
+def _shift(name: str, value: str) -> Taken:
+    if name.startswith("--no-") or value.lower() in FALSE:
+        return Taken(note="so already: a context that is full ends the answer")
+    raise argparse.ArgumentTypeError("a context that is full ends the answer: give a larger -c")
 
 
 def _thinking(name: str, value: str) -> Taken:
@@ -79,7 +87,8 @@ LLAMA_SERVER: Final = (
     already("-ub --ubatch-size", "so already: the kernels choose", "1"),
     already("-fa --flash-attn", "so already: one kind of attention, which keeps no scores", "?"),
     Row(
-        ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "`--kv-dtype`; one for both", _kv_type
+        ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "`--kv-dtype`; one for both",
+        _kv_type, agree=True,
     ),
     boolean("--jinja", "so already: the chat template is always rendered"),
     same("--chat-template-file", "--chat-template"),
@@ -116,12 +125,11 @@ LLAMA_SERVER: Final = (
     refused("--presence-penalty --frequency-penalty", "requests name it", unless=("0", "0.0")),
     already("--keep", "so already: nothing of a prompt is dropped; one that is too long is refused",
             "1"),
-    boolean("--context-shift", Taken(), "so already", meaning="refused: a context that is full "
-            "ends the answer"),
+    Row(("--context-shift", "--no-context-shift"), "refused: a context that is full ends the "
+        "answer", _shift, "?"),
     already("-ot --override-tensor -sm --split-mode -mg --main-gpu -ts --tensor-split -ncmoe "
             "--n-cpu-moe", _ONE_PLACE, "1"),
     already("-cmoe --cpu-moe -nkvo --no-kv-offload", _ONE_PLACE),
-    already("--offline", "so already for a file: it is never looked up"),
     already("--cache-reuse", "so already: prefixes are cached by blocks", "1"),
     already("--defrag-thold -dt", "so already: blocks need no defragmentation", "1"),
     boolean("--warmup", "so already", "no effect: a start measures one step"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from paceline.cli.elsewhere.llama_server import KV_TYPES
-from paceline.cli.elsewhere.rows import Note, Row, Taken, already, refused
+from paceline.cli.elsewhere.rows import Note, Row, Taken, already, boolean, refused
 from paceline.errors import ConfigError
 
 __all__ = ["RUN", "VARIABLES", "of_environment"]
@@ -124,6 +124,9 @@ def of_environment(environment: Mapping[str, str]) -> tuple[list[str], tuple[Not
 
 
 RUN: Final = (
+    # a prompt may follow
+    boolean("--think", Taken(("--think=true",)), Taken(("--think=false",)),
+            meaning="whether a model that can reason does so first; no levels"),
     already("--keepalive", "no effect: the model is loaded for this conversation", "1"),
     already("--nowordwrap", "so already"),
     already("--insecure", "no effect: models come with checksums"),

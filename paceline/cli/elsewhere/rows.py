@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 __all__ = [
+    "FALSE",
     "NO_STATIC",
     "Note",
     "Row",
@@ -30,7 +31,7 @@ NO_STATIC: Final = (
     "every policy batches continuously; docs/studies/batching.md compares it with static batches"
 )
 _TRUE: Final = ("true", "1", "on", "yes", "auto")
-_FALSE: Final = ("false", "0", "off", "no")
+FALSE: Final = ("false", "0", "off", "no")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Taken:
     args: tuple[str, ...] = ()
     # for the start log; empty: only the name differs, or nothing does
     note: str = ""
+    # whether ``args`` win over other flags, wherever they stand
+    wins: bool = False
     # fields of --override-generation-config, which several flags fill
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
@@ -64,7 +67,9 @@ class Row:
     # called with the name as given and the value; raises ArgumentTypeError for one that is refused
     take: Callable[[str, str], Taken]
     # "1": a value follows; "?": one of on, off and the like may follow; "0": none; "*": any number
-    values: Literal["0", "1", "?", "*"] = "1"
+    values: Literal["0", "1", "?"] = "1"
+    # whether its names ask for two things which are one here, and so may not differ
+    agree: bool = False
 
 
 def same(
@@ -84,7 +89,7 @@ def same(
 
 
 def already(
-    names: str, here: str, values: Literal["0", "1", "?", "*"] = "0", *,
+    names: str, here: str, values: Literal["0", "1", "?"] = "0", *,
     only: Collection[str] = (), instead: str = "",
 ) -> Row:  # fmt: skip
     """Return a row for what is so already. ``only``: the values that are; ``instead`` says what to
@@ -99,13 +104,15 @@ def already(
 
 
 def boolean(
-    names: str, on: Taken | str, off: Taken | str | None = None, *, to: str = "", meaning: str = ""
+    names: str, on: Taken | str, off: Taken | str | None = None, *, meaning: str = ""
 ) -> Row:
     """Return a row for a switch; ``on`` and ``off`` are what it becomes, or the note of what is so
     already. Without ``off``, what turns it off is refused."""
 
     def take(name: str, value: str) -> Taken:
-        wanted = value.lower() not in _FALSE
+        if value.lower() not in ("", *_TRUE, *FALSE):
+            raise argparse.ArgumentTypeError(f"{value!r} is not true or false")
+        wanted = value.lower() not in FALSE
         wanted ^= name.startswith("--no-")
         chosen = on if wanted else off
         if chosen is None:
@@ -118,7 +125,7 @@ def boolean(
 
 
 def refused(
-    names: str, instead: str, values: Literal["0", "1", "?", "*"] = "1", *,
+    names: str, instead: str, values: Literal["0", "1", "?"] = "1", *,
     unless: Collection[str] = (),
 ) -> Row:  # fmt: skip
     """Return a row for what does not exist here; ``instead`` says what to do."""
@@ -166,12 +173,16 @@ class Rows:
         ``known`` may be written with underscores. Raises ArgumentTypeError that names the flag."""
         left = list(reversed(args))
         made: list[str] = []
+        # behind what wins, and arguments that are no flags
+        last: list[str] = []
+        rest: list[str] = []
+        agreed: dict[Row, tuple[str, Taken]] = {}
         notes: list[Note] = []
         fields: dict[str, Any] = {}
         while left:
             word = left.pop()
             if word == "--":
-                made += [word, *reversed(left)]
+                rest = [word, *reversed(left)]
                 break
             name, equals, value = word.partition("=")
             if name.startswith("--"):
@@ -187,13 +198,19 @@ class Rows:
             except argparse.ArgumentTypeError as error:
                 # without its value, which may be a secret
                 raise argparse.ArgumentTypeError(f"{name}: {error}") from None
-            made += taken.args
+            (last if taken.wins else made).extend(taken.args)
+            before, same_args = agreed.setdefault(row, (name, taken))
+            if row.agree and same_args.args != taken.args:
+                raise argparse.ArgumentTypeError(
+                    f"{before} and {name} differ, and are one setting here: {row.meaning}"
+                )
             fields |= taken.sampling
             if taken.note:
                 notes.append(Note(f"{name} {value}".strip(), taken.note))
         if fields:
-            made += ["--override-generation-config", json.dumps(fields)]
-        return made, tuple(notes)
+            # first: the flag itself wins
+            made = ["--override-generation-config", json.dumps(fields), *made]
+        return [*made, *last, *rest], tuple(notes)
 
 
 def _value(row: Row, left: list[str]) -> str:
@@ -204,8 +221,5 @@ def _value(row: Row, left: list[str]) -> str:
             raise argparse.ArgumentTypeError(f"{row.names[0]} needs a value")
         return left.pop()
     if row.values == "?":
-        return left.pop() if left and left[-1].lower() in (*_TRUE, *_FALSE) else ""
-    found = []
-    while row.values == "*" and left and not left[-1].startswith("-"):
-        found.append(left.pop())
-    return " ".join(found)
+        return left.pop() if left and left[-1].lower() in (*_TRUE, *FALSE) else ""
+    return ""

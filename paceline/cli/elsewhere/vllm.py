@@ -63,7 +63,9 @@ def _quantization(name: str, value: str) -> Taken:
             f"{value!r} is not a format here: leave it out for the format of the model's files, or "
             "give --dtype int8 or q4"
         )
-    return Taken(args, f"served as {args[1]}" if args else "so already: the model's files say it")
+    # --dtype is of the activations next to it
+    note = f"served as {args[1]}" if args else "so already: the model's files say it"
+    return Taken(args, note, wins=True)
 
 
 def _policy(name: str, value: str) -> Taken:
@@ -108,7 +110,8 @@ VLLM: Final = (
     same("--kv-cache-dtype", "--kv-dtype", "`--kv-dtype`; `fp8` is int8", renamed=_KV_DTYPES),
     Row(
         ("--quantization", "-q"),
-        "`fp8` is `--dtype int8`, `bitsandbytes` is q4; the format of the files is so already",
+        "`fp8` is `--dtype int8` and `bitsandbytes` q4, whatever `--dtype` says; the format of the "
+        "files is so already",
         _quantization,
     ),
     Row(
@@ -179,7 +182,9 @@ VLLM: Final = (
             Taken(("--pipeline-depth", "1"))),
     already("--disable-sliding-window",
             "no effect: layers with a sliding window keep it, and --max-model-len bounds requests"),
-    already("--cpu-offload-gb", "so already: on a CPU the weights are in its memory", "1"),
+    already(
+        "--cpu-offload-gb", "no effect: the weights are in the memory of one device (--device)", "1"
+    ),
     already("--calculate-kv-scales", "so already: --kv-dtype int8 has a scale for each row", "?"),
     already("--limit-mm-per-prompt --mm-processor-cache-gb --mm-processor-kwargs "
             "--mm-encoder-tp-mode --allowed-local-media-path", _NO_PICTURES, "1"),

@@ -113,7 +113,9 @@ class Parser(argparse.ArgumentParser):
         known, left = self.parse_known_args(args, namespace)
         if left:
             command = self._command(getattr(known, "command", ""))
-            command.error(f"unrecognized arguments: {' '.join(left)}")
+            # values may be secrets, such as those of a flag that is spelled wrong
+            flags = [word.partition("=")[0] for word in left if word.startswith("--")]
+            command.error(f"unrecognized arguments: {' '.join(flags or left)}")
         return known
 
     def parse_known_args(  # type: ignore[override]

@@ -178,6 +178,12 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         help="branch, tag or commit of a model on the hub (default main)",
     )
     group.add_argument(
+        "--offline",
+        action="store_true",
+        help="fetch nothing: a model that is not on this disk is an error (default: as "
+        "$HF_HUB_OFFLINE says, for the hub)",
+    )
+    group.add_argument(
         "--tokenizer",
         metavar="MODEL",
         help="folder or .gguf file whose tokenizer and chat template replace the model's",
@@ -310,11 +316,11 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
 
 
 def resolve_path(
-    model: str, *, refresh: bool = False, revision: str | None = None
+    model: str, *, refresh: bool = False, revision: str | None = None, offline: bool = False
 ) -> tuple[str, str]:
     """Return ``(name, path)`` of a model argument, downloading an alias or a hub model that is not
-    here yet; ``refresh``: also when the hub has a newer one. Progress is written to standard
-    error.
+    here yet, unless ``offline``; ``refresh``: also when the hub has a newer one. Progress is
+    written to standard error.
 
     Raises CheckpointError or UnknownModelError that says what to do next.
     """
@@ -322,7 +328,12 @@ def resolve_path(
 
     with download_progress() as progress:
         resolved = resolve_model(
-            model, cache_dir=None, refresh=refresh, revision=revision, progress=progress
+            model,
+            cache_dir=None,
+            offline=offline,
+            refresh=refresh,
+            revision=revision,
+            progress=progress,
         )
     return resolved.name, str(resolved.path)
 
@@ -376,14 +387,14 @@ def engine_settings(
                 f"--backend null runs no model, but {model!r} was given: leave one out"
             )
     else:
-        name, path = resolve_path(model, revision=args.revision)
+        name, path = resolve_path(model, revision=args.revision, offline=args.offline)
     if not settings.scheduler.enable_chunked_prefill and args.max_model_len is not None:
         # a prompt of that length is one step, as in vLLM
         most = max(settings.scheduler.max_num_batched_tokens, args.max_model_len)
         settings = settings.changed(max_num_batched_tokens=most)
     tokenizer = args.tokenizer
     if tokenizer is not None:
-        tokenizer = path if tokenizer == model else resolve_path(tokenizer)[1]
+        tokenizer = path if tokenizer == model else resolve_path(tokenizer, offline=args.offline)[1]
     return settings.changed(
         tokenizer=tokenizer,
         chat_template=chat_template(args.chat_template),

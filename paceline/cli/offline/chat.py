@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -156,16 +156,21 @@ def run(args: argparse.Namespace) -> int:
     core, info = build_core(settings)
     client = LocalEngineClient(core, info, build_tokenizer(settings))
     seed = random.getrandbits(62) if args.seed is None else args.seed
-    sampling = {"temperature": _TEMPERATURE, "top_p": 1.0} | default_sampling(settings)
+    sampling = {"temperature": _TEMPERATURE} | default_sampling(settings)
     for name in ("temperature", "top_p"):
         if getattr(args, name) is not None:
             sampling[name] = getattr(args, name)
+    # a model's own limit is for servers, and may be its whole context
+    sampling.pop("max_new_tokens", None)
+    longest = args.max_tokens or args.override_generation_config.get("max_new_tokens")
+    if "top_k" in sampling:
+        sampling["top_k"] = int(sampling["top_k"])
     conversation = Conversation(
         client,
         system=args.system,
-        max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
-        temperature=sampling["temperature"],
-        top_p=sampling["top_p"],
+        max_tokens=_MAX_TOKENS if longest is None else int(longest),
+        temperature=sampling.pop("temperature"),
+        sampling=sampling,
         seed=seed,
         template_kwargs={} if args.think is None else {"enable_thinking": args.think == "true"},
     )
@@ -175,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     with asyncio.Runner() as runner:
         try:
             if prompt:
-                given = args.max_tokens is not None
+                given = longest is not None
                 return _answer_once(runner, conversation, prompt, args.stats, told=given)
             return _converse(runner, conversation, interactive, interactive or args.stats)
         finally:
@@ -318,6 +323,7 @@ class Conversation:
     """The messages so far, and the settings for the next answer.
 
     Args:
+        sampling: fields of ``SamplingParams`` for all answers, without the temperature.
         seed: seed of the first answer; later ones count up from it.
         template_kwargs: arguments of the chat template.
     """
@@ -329,7 +335,7 @@ class Conversation:
         system: str | None,
         max_tokens: int,
         temperature: float,
-        top_p: float,
+        sampling: Mapping[str, Any],
         seed: int,
         template_kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -337,7 +343,7 @@ class Conversation:
         self.set_system(system)
         self._max_tokens = max_tokens
         self.temperature = temperature
-        self._top_p = top_p
+        self._sampling = sampling
         self._seed = seed
         self._template_kwargs = template_kwargs or {}
         self._num_answers = 0
@@ -392,7 +398,7 @@ class Conversation:
                 sampling=SamplingParams(
                     max_tokens=max_tokens,
                     temperature=self.temperature,
-                    top_p=self._top_p,
+                    **self._sampling,
                     seed=self._seed + self._num_answers,
                     eos_token_ids=self._client.tokenizer.eos_token_ids,
                 ),

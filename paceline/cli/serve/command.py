@@ -25,6 +25,7 @@ from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.explicit_flags import given_flags
 from paceline.cli.flags.limit_options import add_limit_options, limit_settings
 from paceline.cli.flags.options import (
+    DEFAULT_MODEL,
     add_admission_options,
     add_engine_options,
     add_model_argument,
@@ -131,6 +132,11 @@ def run(args: argparse.Namespace) -> int:
         _log.info("flag given=%s here=%s", note.given, note.here)
     _refuse_repeated("--slo-class", [each.slo_class for each in args.slo_class])
     _refuse_repeated("--served-model-name", args.served_model_name)
+    if args.model == DEFAULT_MODEL and args.model_flag is None:
+        for flag, values in (
+            ("--api-key", args.api_key), ("--served-model-name", args.served_model_name),
+        ):  # fmt: skip
+            _refuse_model_in(flag, values)
     if args.metrics_host is not None and args.metrics_port is None:
         raise ConfigError(f"--metrics-host {args.metrics_host} needs --metrics-port")
     if args.ssl_keyfile is not None and args.ssl_certfile is None:
@@ -174,6 +180,16 @@ def run(args: argparse.Namespace) -> int:
             return runner.run(
                 _serve(settings, configure, listener, metrics_listener, *supervision, said)
             )
+
+
+def _refuse_model_in(flag: str, values: Sequence[str]) -> None:
+    """Refuse a MODEL behind a flag that takes any number of values: it would be one of them, and
+    the default model be served."""
+    if len(values) > 1 and (values[-1].endswith(".gguf") or Path(values[-1]).exists()):
+        raise ConfigError(
+            f"the last value of {flag} is a file or folder: if it is the model, write it before "
+            "the flags, or behind --model"
+        )
 
 
 def _refuse_repeated(flag: str, names: Sequence[str]) -> None:
@@ -247,8 +263,15 @@ def _api_keys(path: Path | None, given: Sequence[str] = ()) -> tuple[ApiKey, ...
             raise ConfigError(f"--api-key-file {path} holds no key")
     if single is not None:
         keys.append(ApiKey.of("environment", "admin", single))
-    _refuse_repeated("--api-key", given)
+    if len(set(given)) < len(given):
+        raise ConfigError("--api-key has the same key twice")
     for number, key in enumerate(given, 1):
+        if "," in key:
+            raise ConfigError(
+                f"key {number} of --api-key has a comma, which parts keys in llama-server and is a "
+                "part of the key in vLLM: give several keys as words, and one with a comma in "
+                "--api-key-file"
+            )
         keys.append(ApiKey.of(f"api-key-{number}", "admin", key))
     return tuple(keys)
 

@@ -70,6 +70,16 @@ def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--temp 0.6 --top-k 20 -n 64", {
             "override_generation_config": {"temperature": 0.6, "top_k": 20, "max_new_tokens": 64}
         }),
+        # ours wins over theirs, whatever comes first
+        ("""--override-generation-config '{"top_p": 1}' --top-p 0.5""",
+         {"override_generation_config": {"top_p": 1}}),
+        ("--temp 0.5 -- m.gguf", {
+            "model": "m.gguf", "override_generation_config": {"temperature": 0.5}
+        }),
+        ("--quantization fp8 --dtype half", {"dtype": "int8"}),
+        ("-a one m.gguf", {"model": "m.gguf", "served_model_name": ["one"]}),
+        ("m.gguf --offline", {"offline": True}),
+        ("--no-context-shift", {}),
         ("-md d.gguf", {"speculative_config": {"model": "d.gguf"}}),
         ("-fa on --jinja --mlock --keep 0 -ot a=CPU", {}),
     ],
@@ -104,6 +114,9 @@ def test_what_is_so_already_is_in_the_start_log(line: str, said: tuple[str, str]
         ("--mmproj x.gguf", "pictures are not taken"),
         ("-ctk q4_0", "q8_0 (--kv-dtype int8) is the smallest"),
         ("--no-jinja", "cannot be turned off here"),
+        ("--context-shift", "--context-shift: a context that is full ends the answer"),
+        ("-ctk q8_0 -ctv f16", "-ctk and -ctv differ, and are one setting here"),
+        ("--enable-prefix-caching=flase", "'flase' is not true or false"),
         ("-nocb", "every policy batches continuously"),
         ("--scheduling-policy static", "docs/studies/batching.md compares it"),
         ("--swap-space 4294967296", "write 4294967296B for bytes or 4294967296GiB"),
@@ -179,6 +192,8 @@ def test_run_takes_flags_between_model_and_prompt() -> None:
         "m.gguf", ["Why"], "false", 0.0,
     )  # fmt: skip
     assert build_parser(("run",)).parse_args(["run", "--verbose"]).stats
+    args = build_parser(("run",)).parse_args(["run", "m.gguf", "--think", "Why is it blue?"])
+    assert (args.prompt, args.think) == (["Why is it blue?"], "true")
 
 
 def test_a_key_is_not_shown_on_the_page() -> None:
@@ -191,6 +206,14 @@ def test_a_key_is_not_shown_on_the_page() -> None:
 def test_a_token_is_not_repeated_where_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     told = refusal("--hf-token=hf_hush", capsys)
     assert "set HF_TOKEN in the environment" in told and "hush" not in told
+
+
+def test_a_key_is_not_repeated_where_its_flag_is_unknown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for line in ("--api-keys=hush", "m.gguf --api-keys hush"):
+        told = refusal(line, capsys)
+        assert "unrecognized arguments: --api-keys" in told and "hush" not in told
 
 
 def test_help_begins_with_what_people_use(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def talk(
                 system=system,
                 max_tokens=max_tokens,
                 temperature=0.0,
-                top_p=1.0,
+                sampling={},
                 seed=0,
             )
             result = await body(conversation)
@@ -97,6 +97,19 @@ def test_what_repeats_itself() -> None:
     assert not found(" ".join(f"The {'day' * (n % 5)} of {n * n} is here." for n in range(20)))
     assert not found("-" * 100 + "\n" + " " * 300 + "x")
     assert not found("la femme au roi, " * 6)
+
+
+def test_sampling_defaults_hold_in_a_terminal_too(command: Command) -> None:
+    def told(name: str, value: float) -> str:
+        given = json.dumps({name: value})
+        model = "smollm2-135m"
+        return command(
+            "run", *NULL, "--override-generation-config", given, "--stats", model, "hi"
+        ).stderr
+
+    for name in ("top_k", "min_p", "repetition_penalty"):
+        assert f"{name} must be" in told(name, -1)
+    assert "(3 tokens, " in told("max_new_tokens", 3)
 
 
 def test_each_answer_continues_the_whole_conversation() -> None:

@@ -316,6 +316,27 @@ def test_a_key_that_came_out_empty_opens_nothing(monkeypatch: pytest.MonkeyPatch
     assert _api_keys(None) == ()
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["hush-hush"] * 2, "the same key twice"),
+        (["hush-hush,hush-more"], "key 1 of --api-key has a comma"),
+        (["hush-hush", ""], "api-key-2 must have 8 to 512 characters, got 0"),
+    ],
+)
+def test_a_bad_key_is_refused_and_not_repeated(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        _api_keys(None, keys)
+    assert "hush" not in str(refused.value)
+
+
+def test_a_model_is_not_taken_for_a_key_or_a_name(command: Command) -> None:
+    for flag in ("--api-key", "--served-model-name"):
+        done = command("serve", flag, "hush-hush", "no/model.gguf")
+        assert done.returncode == 2 and "hush" not in done.stderr
+        assert f"the last value of {flag} is a file or folder" in done.stderr
+
+
 def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
