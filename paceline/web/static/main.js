@@ -1,6 +1,7 @@
 // The shell: tabs, what the server is, the key, the theme, and the page that the address names.
 import { h, render, signal, effect, useEffect, useLayoutEffect, useRef } from "./vendor/preact.js";
 import { getJson, key, keyWanted, setKey } from "./lib/api.js";
+import { local } from "./lib/storage.js";
 import { Playground } from "./pages/playground.js";
 import { Timeline } from "./pages/timeline.js";
 import { Server } from "./pages/server.js";
@@ -57,10 +58,10 @@ async function look() {
   }
 }
 
-const theme = signal(localStorage.getItem("paceline-theme") ?? "auto");
+const theme = signal(local.getItem("paceline-theme") ?? "auto");
 effect(() => {
   document.documentElement.dataset.theme = theme.value;
-  localStorage.setItem("paceline-theme", theme.value);
+  local.setItem("paceline-theme", theme.value);
 });
 
 const KEYS = [

@@ -1,6 +1,7 @@
 // All requests to the server: they carry the API key in a header, and every failure is thrown as an ApiError.
 import { signal } from "../vendor/preact.js";
 import { lines } from "./format.js";
+import { tab } from "./storage.js";
 
 /** The server's address, which may be a path below a host's root: this module is ROOT/ui/v/VERSION/lib/api.js. */
 export const root = new URL("../../../..", import.meta.url).href.replace(/\/$/, "");
@@ -9,16 +10,16 @@ const STORED = "paceline-key";
 const SESSION = "paceline-session";
 
 /** The API key in use: in memory, and in this tab's sessionStorage if the reader ticked that. */
-export const key = signal(sessionStorage.getItem(STORED) ?? "");
+export const key = signal(tab.getItem(STORED) ?? "");
 /** True once the server answered 401: it wants a key, or does not know this one. */
 export const keyWanted = signal(false);
 
 /** A random name of this tab, under which the server keeps what-if traces and runs. It outlives a reload. */
 function session() {
-  let name = sessionStorage.getItem(SESSION);
+  let name = tab.getItem(SESSION);
   if (!name) {
     name = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
-    sessionStorage.setItem(SESSION, name);
+    tab.setItem(SESSION, name);
   }
   return name;
 }
@@ -27,8 +28,8 @@ function session() {
 export function setKey(value, keep) {
   key.value = value;
   keyWanted.value = false;
-  if (keep && value) sessionStorage.setItem(STORED, value);
-  else sessionStorage.removeItem(STORED);
+  if (keep && value) tab.setItem(STORED, value);
+  else tab.removeItem(STORED);
 }
 
 /** An answer with an error status, in the server's own words. */

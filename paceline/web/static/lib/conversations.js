@@ -1,5 +1,6 @@
 // Conversations, kept in this browser alone. What is kept is what was said: no keys, no times, no settings but the system prompt.
 import { signal } from "../vendor/preact.js";
+import { local, tab } from "./storage.js";
 
 /** @typedef {{ id: string, at: number, title: string, system: string, turns: { role: string, content: string }[] }} Kept */
 
@@ -7,11 +8,15 @@ const STORED = "paceline-conversations", OPEN = "paceline-conversation";
 export const MOST = 50;
 const TITLE = 60;
 
+/** @param {any} each @returns {boolean} whether it is a conversation: other pages of this address may keep anything under its name */
+const isKept = (each) => [each?.id, each?.title, each?.system].every((told) => typeof told === "string") && Number.isFinite(each.at)
+  && Array.isArray(each.turns) && each.turns.every((/** @type {any} */ turn) => typeof turn?.role === "string" && typeof turn.content === "string");
+
 /** @returns {Kept[]} */
 function read() {
   try {
-    const found = JSON.parse(localStorage.getItem(STORED) ?? "[]");
-    return Array.isArray(found) ? found.filter((each) => typeof each?.id === "string" && Array.isArray(each.turns)) : [];
+    const found = JSON.parse(local.getItem(STORED) ?? "[]");
+    return Array.isArray(found) ? found.filter(isKept) : [];
   } catch {
     // another program's, or an earlier version's: it is written over by the next answer
     return [];
@@ -24,12 +29,14 @@ export const kept = signal(read());
 /** @param {Kept[]} list */
 function write(list) {
   kept.value = list.slice(0, MOST);
-  for (let count = kept.value.length; count >= 0; count = count > 1 ? Math.floor(count / 2) : count - 1) {
+  for (let count = kept.value.length; ; count = Math.floor(count / 2)) {
     try {
-      localStorage.setItem(STORED, JSON.stringify(kept.value.slice(0, count)));
+      local.setItem(STORED, JSON.stringify(kept.value.slice(0, count)));
+      kept.value = kept.value.slice(0, count);
       return;
     } catch {
-      // the browser's room is used up: the oldest go
+      // the browser's room is used up: the oldest go, but not for one that does not fit by itself
+      if (count <= 1) return;
     }
   }
 }
@@ -47,6 +54,6 @@ export const forget = (id) => write(read().filter((each) => each.id !== id));
 export const forgetAll = () => write([]);
 
 /** The conversation that this tab shows: a reload finds it again. */
-export const openHere = () => kept.value.find(({ id }) => id === sessionStorage.getItem(OPEN));
+export const openHere = () => kept.value.find(({ id }) => id === tab.getItem(OPEN));
 /** @param {string} id "" for none */
-export const setOpen = (id) => (id ? sessionStorage.setItem(OPEN, id) : sessionStorage.removeItem(OPEN));
+export const setOpen = (id) => (id ? tab.setItem(OPEN, id) : tab.removeItem(OPEN));
