@@ -23,4 +23,9 @@ KEYS: Final = {
 def sampling_keys(path: Path) -> dict[str, Any]:
     """Return those that the file has. Raises CheckpointError for a malformed file."""
     metadata = read_gguf(gguf_files(path)[0]).metadata
-    return {name: metadata[key] for name, key in KEYS.items() if key in metadata}
+    return {name: _as_written(metadata[key]) for name, key in KEYS.items() if key in metadata}
+
+
+def _as_written(value: Any) -> Any:
+    """Return 0.6 for the float32 next to it, which has seven digits at most."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value

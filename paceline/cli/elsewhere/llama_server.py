@@ -31,6 +31,8 @@ _ONE_PLACE: Final = "no effect: the whole model and its KV cache are on one devi
 def _layers(name: str, value: str) -> Taken:
     if value == "0":
         return Taken(("--device", "cpu"))
+    if value not in ("auto", "all", "-1") and not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of layers, auto or all")
     return Taken(note="so already: the whole model is on one device, a GPU if there is one")
 
 

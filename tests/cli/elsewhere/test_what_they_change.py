@@ -76,9 +76,9 @@ def test_sampling_defaults_are_the_checkpoints_unless_told(folder: Path, tmp_pat
 
 
 def test_sampling_defaults_of_a_gguf_file_are_its_own(tmp_path: Path) -> None:
-    keys = {"general.sampling.temp": 0.25, "general.sampling.top_k": 20}
+    keys = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
     file = write_gguf(tmp_path / "m.gguf", change=keys)
-    assert default_sampling(of(file)) == {"temperature": 0.25, "top_k": 20}
+    assert default_sampling(of(file)) == {"temperature": 0.6, "top_k": 20}
     assert default_sampling(of(write_gguf(tmp_path / "plain.gguf"))) == {}
 
 
