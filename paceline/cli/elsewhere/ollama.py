@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from paceline.cli.elsewhere.llama_server import KV_TYPES
@@ -104,9 +104,12 @@ VARIABLES: Final[Mapping[str, tuple[Callable[[str], Taken], str]]] = {
 }  # fmt: skip
 
 
-def of_environment(environment: Mapping[str, str]) -> tuple[list[str], tuple[Note, ...]]:
-    """Return arguments that stand before those of the command line, which win, and what to log.
-    Raises ConfigError that names the variable."""
+def of_environment(
+    environment: Mapping[str, str], given: Collection[str] = ()
+) -> tuple[list[str], tuple[Note, ...]]:
+    """Return arguments that stand before those of the command line, which win, and what to log. A
+    variable whose flags are all ``given`` there is left out. Raises ConfigError that names the
+    variable."""
     args: list[str] = []
     notes: list[Note] = []
     for name, (take, _) in VARIABLES.items():
@@ -117,6 +120,9 @@ def of_environment(environment: Mapping[str, str]) -> tuple[list[str], tuple[Not
             taken = take(value)
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"{name} in the environment: {error}") from None
+        flags = {word for word in taken.args if word.startswith("--")}
+        if flags and flags <= set(given):
+            continue
         args += taken.args
         if taken.note:
             notes.append(Note(f"{name}={value}", taken.note))

@@ -115,8 +115,8 @@ def _rewrite(args: list[str], known: Collection[str]) -> tuple[list[str], tuple[
     from paceline.cli.elsewhere import SERVE
     from paceline.cli.elsewhere.ollama import of_environment
 
-    before, variables = of_environment(os.environ)
     args, flags = SERVE.rewrite(args, known)
+    before, variables = of_environment(os.environ, {word.partition("=")[0] for word in args})
     return [*before, *args], (*variables, *flags)
 
 

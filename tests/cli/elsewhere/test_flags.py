@@ -161,6 +161,14 @@ def test_a_variable_is_a_default(
     assert parsed("--port 1 --max-num-seqs 5").port == 1
 
 
+def test_a_flag_leaves_its_variable_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLLAMA_ORIGINS", "*")
+    monkeypatch.setenv("OLLAMA_NUM_PARALLEL", "3")
+    args = parsed("--allowed-origins https://a.org -np 5")
+    assert (args.cors_origin, args.max_num_seqs) == (["https://a.org"], 5)
+    assert not args.elsewhere
+
+
 def test_a_variable_that_cannot_be_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
