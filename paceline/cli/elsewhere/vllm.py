@@ -196,7 +196,9 @@ VLLM: Final = (
     already("--enable-request-id-headers", "so already: x-request-id", "?"),
     already("--guided-decoding-backend --structured-outputs-config",
             "so already: one compiler for schemas, grammars and expressions", "1"),
-    already("--chat-template-content-format", "so already: both forms of content are taken", "1"),
+    already("--chat-template-content-format", "so already: templates get the text of a message, "
+            "whose parts are joined; `openai` is refused", "1", only=("auto", "string"),
+            instead="templates get text; leave it out unless the template needs lists"),
     already("--response-role", "so already", "1", only=("assistant",),
             instead="answers have the role assistant, as in OpenAI's API"),
     already("--root-path", "so already: the page and its links work below any path that a proxy "

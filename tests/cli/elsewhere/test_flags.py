@@ -117,6 +117,10 @@ def test_what_is_so_already_is_in_the_start_log(line: str, said: tuple[str, str]
         ("--context-shift", "--context-shift: a context that is full ends the answer"),
         ("-ctk q8_0 -ctv f16", "-ctk and -ctv differ, and are one setting here"),
         ("--enable-prefix-caching=flase", "'flase' is not true or false"),
+        (
+            "--chat-template-content-format openai",
+            "'openai' is not served here: templates get text",
+        ),
         ("-ngl many", "-ngl: 'many' is not a number of layers, auto or all"),
         ("-nocb", "every policy batches continuously"),
         ("--scheduling-policy static", "docs/studies/batching.md compares it"),
