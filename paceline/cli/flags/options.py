@@ -371,6 +371,21 @@ def chosen_model(args: argparse.Namespace) -> str:
     return flag
 
 
+def _with_whole_prompts(settings: EngineSettings, max_model_len: int) -> EngineSettings:
+    """Return settings in which a prompt of that length is one step, as in vLLM. Raises ConfigError
+    where a smaller step was asked for."""
+    budget = settings.scheduler.max_num_batched_tokens
+    if budget >= max_model_len:
+        return settings
+    usual = EngineSettings.of(model_name="", model_path=None).scheduler.max_num_batched_tokens
+    if budget != usual:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill computes a prompt in one step: --max-model-len "
+            f"{max_model_len} needs as large a --max-num-batched-tokens, got {budget}"
+        )
+    return settings.changed(max_num_batched_tokens=max_model_len)
+
+
 def engine_settings(
     args: argparse.Namespace, *, log_level: str = "info", log_format: str = "text"
 ) -> EngineSettings:
@@ -379,6 +394,8 @@ def engine_settings(
     with naming_flags():
         # checked before a model is fetched
         settings = EngineSettings.of(**given_settings(args, (*SCHEDULING, *ADMISSION)))
+    if not settings.scheduler.enable_chunked_prefill and args.max_model_len is not None:
+        settings = _with_whole_prompts(settings, args.max_model_len)
     model = chosen_model(args)
     if args.backend == "null":
         name, path = "null", None
@@ -388,10 +405,6 @@ def engine_settings(
             )
     else:
         name, path = resolve_path(model, revision=args.revision, offline=args.offline)
-    if not settings.scheduler.enable_chunked_prefill and args.max_model_len is not None:
-        # a prompt of that length is one step, as in vLLM
-        most = max(settings.scheduler.max_num_batched_tokens, args.max_model_len)
-        settings = settings.changed(max_num_batched_tokens=most)
     tokenizer = args.tokenizer
     if tokenizer is not None:
         tokenizer = path if tokenizer == model else resolve_path(tokenizer, offline=args.offline)[1]

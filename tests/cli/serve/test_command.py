@@ -337,6 +337,13 @@ def test_a_model_is_not_taken_for_a_key_or_a_name(command: Command) -> None:
         assert f"the last value of {flag} is a file or folder" in done.stderr
 
 
+def test_a_step_that_is_too_small_for_whole_prompts_is_refused(command: Command) -> None:
+    whole = ("serve", *NULL, "--port", "0", "--no-enable-chunked-prefill")
+    done = command(*whole, "--max-model-len", "4096", "--max-num-batched-tokens", "512")
+    assert done.returncode == 2
+    assert "--max-model-len 4096 needs as large a --max-num-batched-tokens" in done.stderr
+
+
 def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
