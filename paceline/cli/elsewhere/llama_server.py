@@ -33,7 +33,7 @@ def _layers(name: str, value: str) -> Taken:
         return Taken(("--device", "cpu"))
     if value not in ("auto", "all", "-1") and not value.isdecimal():
         raise argparse.ArgumentTypeError(f"{value!r} is not a number of layers, auto or all")
-    return Taken(note="so already: the whole model is on one device, a GPU if there is one")
+    return Taken(note="always the case: the whole model is on one device, a GPU if there is one")
 
 
 def _kv_type(name: str, value: str) -> Taken:
@@ -57,14 +57,14 @@ def _names(name: str, value: str) -> Taken:
 
 def _shift(name: str, value: str) -> Taken:
     if name.startswith("--no-") or value.lower() in FALSE:
-        return Taken(note="so already: a context that is full ends the answer")
+        return Taken(note="always the case: a context that is full ends the answer")
     raise argparse.ArgumentTypeError("a context that is full ends the answer: give a larger -c")
 
 
 def _thinking(name: str, value: str) -> Taken:
     if value == "none":
         return Taken(("--reasoning-parser", "none"))
-    return Taken(note="so already: as the chat template marks it")
+    return Taken(note="always the case: as the chat template marks it")
 
 
 def _threads(name: str, value: str) -> Taken:
@@ -80,19 +80,21 @@ LLAMA_SERVER: Final = (
     ),
     same("-np --parallel --n-parallel", "--max-num-seqs", renamed={"-1": None}),
     Row(
-        ("-ngl", "--gpu-layers", "--n-gpu-layers"), "0 is `--device cpu`; else so already", _layers
+        ("-ngl", "--gpu-layers", "--n-gpu-layers"), "0 is `--device cpu`; other numbers "
+        "have no effect: the whole model is on one device", _layers,
     ),
     Row(("-t", "--threads"), "`--threads`", _threads),
-    already("-tb --threads-batch", "so already: --threads computes prompts and tokens", "1"),
-    already("--threads-http", "so already: HTTP needs no threads", "1"),
+    already("-tb --threads-batch", "always the case: --threads computes prompts and tokens", "1"),
+    already("--threads-http", "always the case: HTTP needs no threads", "1"),
     same("-b --batch-size", "--max-num-batched-tokens"),
-    already("-ub --ubatch-size", "so already: the kernels choose", "1"),
-    already("-fa --flash-attn", "so already: one kind of attention, which keeps no scores", "?"),
+    already("-ub --ubatch-size", "always the case: the kernels choose", "1"),
+    already("-fa --flash-attn",
+            "always the case: one kind of attention, which keeps no scores", "?"),
     Row(
         ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "`--kv-dtype`; one for both",
         _kv_type, agree=True,
     ),
-    boolean("--jinja", "so already: the chat template is always rendered"),
+    boolean("--jinja", "always the case: the chat template is always rendered"),
     same("--chat-template-file", "--chat-template"),
     same("--chat-template-kwargs", "--default-chat-template-kwargs"),
     Row(("-a", "--alias"), "`--served-model-name`; a comma parts several", _names),
@@ -104,11 +106,11 @@ LLAMA_SERVER: Final = (
     already("--mlock", "no effect: pages are not locked; turn swap off, or bound it by a cgroup"),
     same("--numa", "--numa", "`distribute` and `numactl` are `off`, `isolate` is `auto`",
          renamed=_NUMA),
-    boolean("--cont-batching", f"so already; {NO_STATIC}"),
-    already("-cb", "so already"),
+    boolean("--cont-batching", f"always the case; {NO_STATIC}"),
+    already("-cb", "always the case"),
     refused("-nocb", NO_STATIC, "0"),
-    already("--metrics --slots --props", "so already", "?"),
-    boolean("--webui", "so already: /ui", Taken(("--no-ui",))),
+    already("--metrics --slots --props", "always the case", "?"),
+    boolean("--webui", "always the case: /ui", Taken(("--no-ui",))),
     Row(("--embedding", "--embeddings"), "`--runner pooling --convert embed`",
         lambda *_: Taken(("--runner", "pooling", "--convert", "embed")), "0"),
     Row(("--rerank", "--reranking"), "`--runner pooling`",
@@ -125,21 +127,21 @@ LLAMA_SERVER: Final = (
     refused("--mirostat-ent --mirostat-lr --typical --dynatemp-range --xtc-probability "
             "--dry-multiplier", "samplers are temperature, top_k, top_p, min_p and penalties"),
     refused("--presence-penalty --frequency-penalty", "requests name it", unless=("0", "0.0")),
-    already("--keep", "so already: nothing of a prompt is dropped; one that is too long is refused",
-            "1"),
+    already("--keep", "always the case: nothing of a prompt is dropped; one that is too long "
+            "is refused", "1"),
     Row(("--context-shift", "--no-context-shift"), "refused: a context that is full ends the "
         "answer", _shift, "?"),
     already("-ot --override-tensor -sm --split-mode -mg --main-gpu -ts --tensor-split -ncmoe "
             "--n-cpu-moe", _ONE_PLACE, "1"),
     already("-cmoe --cpu-moe -nkvo --no-kv-offload", _ONE_PLACE),
-    already("--cache-reuse", "so already: prefixes are cached by blocks", "1"),
-    already("--defrag-thold -dt", "so already: blocks need no defragmentation", "1"),
-    boolean("--warmup", "so already", "no effect: a start measures one step"),
+    already("--cache-reuse", "always the case: prefixes are cached by blocks", "1"),
+    already("--defrag-thold -dt", "always the case: blocks need no defragmentation", "1"),
+    boolean("--warmup", "always the case", "no effect: a start measures one step"),
     Row(("-v", "--verbose", "--log-verbose"), "`--log-level debug`",
         lambda *_: Taken(("--log-level", "debug")), "0"),
     Row(("--log-disable",), "`--log-level error`", lambda *_: Taken(("--log-level", "error")), "0"),
-    already("--log-colors --log-timestamps --log-prefix", "so already: plain lines with their time",
-            "?"),
+    already("--log-colors --log-timestamps --log-prefix",
+            "always the case: plain lines with their time", "?"),
     refused("--log-file", "send standard error to the file: 2> FILE"),
     Row(("-md", "--model-draft"), "`--speculative-config '{\"model\": FILE}'`", _draft),
     Row(("--reasoning-format",), "`none` is `--reasoning-parser none`", _thinking),

@@ -90,14 +90,15 @@ VARIABLES: Final[Mapping[str, tuple[Callable[[str], Taken], str]]] = {
     **{
         name: (_noted(here), here)
         for names, here in (
-            ("OLLAMA_FLASH_ATTENTION", "so already: one kind of attention, which keeps no scores"),
+            ("OLLAMA_FLASH_ATTENTION",
+             "always the case: one kind of attention, which keeps no scores"),
             ("OLLAMA_KEEP_ALIVE OLLAMA_MAX_LOADED_MODELS OLLAMA_LOAD_TIMEOUT", _ONE_MODEL),
             ("OLLAMA_MODELS", "no effect: name a .gguf file or a folder; PACELINE_CACHE is ours"),
             ("OLLAMA_SCHED_SPREAD OLLAMA_GPU_OVERHEAD OLLAMA_VULKAN",
              "no effect: the whole model is on one device (--device)"),
-            ("OLLAMA_NO_CLOUD", "so already: nothing is sent anywhere"),
+            ("OLLAMA_NO_CLOUD", "always the case: nothing is sent anywhere"),
             ("OLLAMA_NOPRUNE OLLAMA_NOHISTORY OLLAMA_MULTIUSER_CACHE OLLAMA_NEW_ENGINE",
-             "so already, or of no effect here"),
+             "no effect"),
         )
         for name in names.split()
     },
@@ -134,7 +135,7 @@ RUN: Final = (
     boolean("--think", Taken(("--think=true",)), Taken(("--think=false",)),
             meaning="whether a model that can reason does so first; no levels"),
     already("--keepalive", "no effect: the model is loaded for this conversation", "1"),
-    already("--nowordwrap", "so already"),
+    already("--nowordwrap", "always the case"),
     already("--insecure", "no effect: models come with checksums"),
     Row(("--verbose",), "`--stats`", lambda *_: Taken(("--stats",)), "0"),
     refused("--format", "paceline serve takes response_format"),

@@ -92,8 +92,8 @@ def already(
     names: str, here: str, values: Literal["0", "1", "?"] = "0", *,
     only: Collection[str] = (), instead: str = "",
 ) -> Row:  # fmt: skip
-    """Return a row for what is so already. ``only``: the values that are; ``instead`` says what to
-    do with others."""
+    """Return a row for what is always the case here. ``only``: the values that ask for it;
+    ``instead`` says what to do with others."""
 
     def take(name: str, value: str) -> Taken:
         if only and value.lower() not in only:
@@ -106,8 +106,8 @@ def already(
 def boolean(
     names: str, on: Taken | str, off: Taken | str | None = None, *, meaning: str = ""
 ) -> Row:
-    """Return a row for a switch; ``on`` and ``off`` are what it becomes, or the note of what is so
-    already. Without ``off``, what turns it off is refused."""
+    """Return a row for a switch; ``on`` and ``off`` are what it becomes, or the note of what is
+    always the case. Without ``off``, what turns it off is refused."""
 
     def take(name: str, value: str) -> Taken:
         if value.lower() not in ("", *_TRUE, *FALSE):
@@ -132,7 +132,7 @@ def refused(
 
     def take(name: str, value: str) -> Taken:
         if value in unless:
-            return Taken(note="so already")
+            return Taken(note="always the case")
         raise argparse.ArgumentTypeError(instead)
 
     return Row(tuple(names.split()), f"refused: {instead}", take, values)

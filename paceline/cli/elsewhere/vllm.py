@@ -39,7 +39,7 @@ _QUANTIZED: Final = {
     **dict.fromkeys(_OF_FILES, ()),
 }
 _ONE_DEVICE: Final = "an engine computes on one device; start one server for each device"
-_NO_PICTURES: Final = "so already: pictures, sound and video are not taken"
+_NO_PICTURES: Final = "always the case: pictures, sound and video are not taken"
 
 
 def _count(to: str) -> Row:
@@ -64,7 +64,7 @@ def _quantization(name: str, value: str) -> Taken:
             "give --dtype int8 or q4"
         )
     # --dtype is of the activations next to it
-    note = f"served as {args[1]}" if args else "so already: the model's files say it"
+    note = f"served as {args[1]}" if args else "always the case: the model's files say it"
     return Taken(args, note, wins=True)
 
 
@@ -94,7 +94,7 @@ def _origins(name: str, value: str) -> Taken:
 def _log_level(name: str, value: str) -> Taken:
     if value.lower() in ("warning", "error", "critical"):
         return Taken(("--no-enable-log-requests",), "no line for each request")
-    return Taken(note="so already: a line for each request")
+    return Taken(note="always the case: a line for each request")
 
 
 def _bytes(name: str, value: str) -> Taken:
@@ -110,8 +110,8 @@ VLLM: Final = (
     same("--kv-cache-dtype", "--kv-dtype", "`--kv-dtype`; `fp8` is int8", renamed=_KV_DTYPES),
     Row(
         ("--quantization", "-q"),
-        "`fp8` is `--dtype int8` and `bitsandbytes` q4, whatever `--dtype` says; the format of the "
-        "files is so already",
+        "`fp8` is `--dtype int8` and `bitsandbytes` q4, whatever `--dtype` says; formats of files "
+        "have no effect, as the files say it",
         _quantization,
     ),
     Row(
@@ -133,7 +133,7 @@ VLLM: Final = (
     Row(("--allowed-origins",), "`--cors-origin` for each", _origins),
     already(
         "--allowed-methods --allowed-headers",
-        "so already: every header, and the methods that the API has", "1",
+        "always the case: every header, and the methods that the API has", "1",
     ),
     refused("--allow-credentials", "pages send keys in headers, never cookies", "0"),
     Row(("--uvicorn-log-level",), "`--no-enable-log-requests` from `warning` on", _log_level),
@@ -145,63 +145,68 @@ VLLM: Final = (
         boolean(name, Taken((name,)), Taken((name.replace("--", "--no-", 1),)), meaning="the same")
         for name in ("--enable-chunked-prefill", "--enable-prefix-caching")
     ),
-    already("--disable-log-stats", "so already: statistics are at /metrics, not in the log"),
-    already("--max-log-len", "so already: prompts are not logged", "1"),
+    already("--disable-log-stats", "always the case: statistics are at /metrics, not in the log"),
+    already("--max-log-len", "always the case: prompts are not logged", "1"),
     already(
         "--trust-remote-code", "accepted, and no code of a checkpoint is run: architectures are "
         "Paceline's own", "?",
     ),
     already(
-        "--load-format", "so already: the files say their format", "1",
+        "--load-format", "always the case: the files say their format", "1",
         only=("auto", "safetensors", "gguf", "hf"),
         instead="give a folder with safetensors, or a .gguf file",
     ),
     already(
-        "--config-format --tokenizer-mode", "so already: the files say it", "1",
+        "--config-format --tokenizer-mode", "always the case: the files say it", "1",
         only=("auto", "hf", "fast"), instead="leave it out",
     ),
     already(
         "--pipeline-parallel-size -pp --data-parallel-size -dp --decode-context-parallel-size",
-        "1 is so already", "1", only=("1",), instead=_ONE_DEVICE,
+        "1 is the only value here", "1", only=("1",), instead=_ONE_DEVICE,
     ),
-    already("--api-server-count -asc", "so already: one process answers HTTP", "1", only=("1",),
+    already("--api-server-count -asc",
+            "always the case: one process answers HTTP", "1", only=("1",),
             instead="one process answers HTTP; several servers go behind paceline gateway"),
     already(
-        "--distributed-executor-backend", "so already: one process computes", "1",
+        "--distributed-executor-backend", "always the case: one process computes", "1",
         only=("mp", "uni"), instead=_ONE_DEVICE,
     ),
-    already("--enable-expert-parallel", f"so already: {_ONE_DEVICE.partition(';')[0]}", "?"),
-    already("--disable-custom-all-reduce", "so already: one device has nothing to reduce", "?"),
-    already("--enforce-eager", "so already: there are no CUDA graphs", "?"),
+    already("--enable-expert-parallel", f"always the case: {_ONE_DEVICE.partition(';')[0]}", "?"),
+    already("--disable-custom-all-reduce",
+            "always the case: one device has nothing to reduce", "?"),
+    already("--enforce-eager", "always the case: there are no CUDA graphs", "?"),
     already("--max-seq-len-to-capture --compilation-config -O",
             "no effect: there are no CUDA graphs", "1"),
-    already("--num-scheduler-steps", "1 is so already", "1", only=("1",),
+    already("--num-scheduler-steps", "1 is the only value here", "1", only=("1",),
             instead="--pipeline-depth 2 plans a step while another runs"),
-    already("--use-v2-block-manager", "so already: there is one block manager", "?"),
-    boolean("--async-scheduling", "so already: --pipeline-depth 2",
+    already("--use-v2-block-manager", "always the case: there is one block manager", "?"),
+    boolean("--async-scheduling", "always the case: --pipeline-depth 2",
             Taken(("--pipeline-depth", "1"))),
     already("--disable-sliding-window",
             "no effect: layers with a sliding window keep it, and --max-model-len bounds requests"),
     already(
         "--cpu-offload-gb", "no effect: the weights are in the memory of one device (--device)", "1"
     ),
-    already("--calculate-kv-scales", "so already: --kv-dtype int8 has a scale for each row", "?"),
+    already("--calculate-kv-scales",
+            "always the case: --kv-dtype int8 has a scale for each row", "?"),
     already("--limit-mm-per-prompt --mm-processor-cache-gb --mm-processor-kwargs "
             "--mm-encoder-tp-mode --allowed-local-media-path", _NO_PICTURES, "1"),
     already("--language-model-only", _NO_PICTURES, "?"),
-    already("--enable-auto-tool-choice", "so already: tool calls are always read", "?"),
-    already("--enable-reasoning", "so already: --reasoning-parser says how", "?"),
-    already("--enable-prompt-tokens-details", "so already: usage has them", "?"),
-    already("--enable-server-load-tracking", "so already: GET /load", "?"),
-    already("--enable-request-id-headers", "so already: x-request-id", "?"),
+    already("--enable-auto-tool-choice", "always the case: tool calls are always read", "?"),
+    already("--enable-reasoning", "always the case: --reasoning-parser says how", "?"),
+    already("--enable-prompt-tokens-details", "always the case: usage has them", "?"),
+    already("--enable-server-load-tracking", "always the case: GET /load", "?"),
+    already("--enable-request-id-headers", "always the case: x-request-id", "?"),
     already("--guided-decoding-backend --structured-outputs-config",
-            "so already: one compiler for schemas, grammars and expressions", "1"),
-    already("--chat-template-content-format", "so already: templates get the text of a message, "
+            "always the case: one compiler for schemas, grammars and expressions", "1"),
+    already("--chat-template-content-format",
+            "always the case: templates get the text of a message, "
             "whose parts are joined; `openai` is refused", "1", only=("auto", "string"),
             instead="templates get text; leave it out unless the template needs lists"),
-    already("--response-role", "so already", "1", only=("assistant",),
+    already("--response-role", "always the case", "1", only=("assistant",),
             instead="answers have the role assistant, as in OpenAI's API"),
-    already("--root-path", "so already: the page and its links work below any path that a proxy "
+    already("--root-path",
+            "always the case: the page and its links work below any path that a proxy "
             "takes off", "1"),
     refused("--download-dir", "set PACELINE_CACHE and HF_HOME in the environment"),
     refused("--hf-token", "set HF_TOKEN in the environment"),

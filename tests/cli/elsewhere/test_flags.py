@@ -94,10 +94,10 @@ def test_a_flag_becomes_one_of_ours(line: str, settings: dict[str, Any]) -> None
     [
         ("--dtype half", ("--dtype half", "served as bfloat16")),
         ("--trust-remote-code", ("--trust-remote-code", "no code of a checkpoint is run")),
-        ("--enforce-eager", ("--enforce-eager", "so already: there are no CUDA graphs")),
-        ("--pipeline-parallel-size 1", ("--pipeline-parallel-size 1", "1 is so already")),
-        ("-ngl 99", ("-ngl 99", "so already: the whole model is on one device")),
-        ("--load-format auto", ("--load-format auto", "so already: the files say")),
+        ("--enforce-eager", ("--enforce-eager", "always the case: there are no CUDA graphs")),
+        ("--pipeline-parallel-size 1", ("--pipeline-parallel-size 1", "1 is the only value here")),
+        ("-ngl 99", ("-ngl 99", "always the case: the whole model is on one device")),
+        ("--load-format auto", ("--load-format auto", "always the case: the files say")),
     ],
 )
 def test_what_is_so_already_is_in_the_start_log(line: str, said: tuple[str, str]) -> None:

@@ -153,5 +153,5 @@ def test_a_server_with_flags_of_others(folder: Path) -> None:
         server.stop()
         told = "".join(server.errors)
     assert "flag given=--trust-remote-code here=accepted, and no code" in told
-    assert "flag given=-ngl 99 here=so already" in told
+    assert "flag given=-ngl 99 here=always the case" in told
     assert "request id=" not in told and "key-one-1" not in told
