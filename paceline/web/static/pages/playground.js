@@ -96,7 +96,7 @@ function keepNow() {
   setOpen(conversation.value);
 }
 
-/** A field that is not JSON, beside it. @param {unknown} error */
+/** Show the error of a field that is not JSON next to it. @param {unknown} error */
 function tellOf(error) {
   if (!(error instanceof FieldError)) throw error;
   refused.value = { message: error.message, field: error.param };
