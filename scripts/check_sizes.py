@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (8_061, ("core/**/*",), 7_800),
+    "core": (8_060, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
         3_010,
@@ -27,22 +27,22 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
         2_900,
     ),
     "speculation": (1_126, ("speculation/**/*",), 1_000),
-    "checkpoints": (8_131, ("checkpoints/**/*",), 6_900),
-    "backends": (10_327, ("backends/**/*",), 9_600),
+    "checkpoints": (8_138, ("checkpoints/**/*",), 6_900),
+    "backends": (10_329, ("backends/**/*",), 9_600),
     "timeline": (1_851, ("timeline/**/*",), 1_700),
-    "engine": (8_008, ("engine/**/*",), 7_000),
+    "engine": (8_068, ("engine/**/*",), 7_000),
     "http": (3_482, ("http/**/*",), 3_000),
     "routing": (2_000, ("routing/**/*",), 1_200),
-    "server, web": (21_261, ("server/**/*", "web/**/*"), 18_900),
+    "server, web": (21_301, ("server/**/*", "web/**/*"), 18_900),
     "gateway": (12_762, ("gateway/**/*",), 8_300),
-    "vllm": (1_700, ("vllm/**/*",), 1_700),
-    "quantize": (2_106, ("quantize/**/*",), 1_100),
+    "vllm": (1_828, ("vllm/**/*",), 1_700),
+    "quantize": (2_196, ("quantize/**/*",), 1_100),
     "client": (1_837, ("client/**/*",), 1_800),
     "bench": (2_067, ("bench/**/*",), 1_200),
     "sim": (6_848, ("sim/**/*",), 6_700),
-    "cli": (9_497, ("cli/**/*",), 7_400),
-    "benchmarks": (18_666, ("../benchmarks/**/*",), 13_500),
-    "tests": (97_519, ("../tests/**/*",), 83_000),
+    "cli": (9_630, ("cli/**/*",), 7_400),
+    "benchmarks": (18_700, ("../benchmarks/**/*",), 13_500),
+    "tests": (98_340, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 
