@@ -123,8 +123,9 @@ def _adapter(theirs: Any) -> AdapterUse | None:
     times have its work."""
     if theirs.lora_request is None:
         return None
-    key = theirs.lora_request.lora_int_id.to_bytes(32, "little")
-    return AdapterUse(key=key, slot=-1, scale=1.0, num_bytes=0, num_products=0)
+    number: int = theirs.lora_request.lora_int_id
+    key = number.to_bytes(32, "little")
+    return AdapterUse(key=key, slot=number, scale=1.0, num_bytes=0, num_products=0)
 
 
 def _number(name: str, value: Any) -> float:

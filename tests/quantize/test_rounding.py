@@ -60,7 +60,7 @@ def test_outputs_change_less_than_by_rounding_to_the_nearest(
 def test_rows_are_shared_out_among_threads(
     case: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.quantize.rounding._ROWS", 10)
+    monkeypatch.setattr(rounding, "_ROWS", 10)
     used, own = set(), torch.get_num_threads()
     search = rounding._search
 
@@ -72,7 +72,7 @@ def test_rows_are_shared_out_among_threads(
     alone = round_matrix(*case, 15)
     # six parts: a thread goes on only with another one
     together = threading.Barrier(2, timeout=30)
-    monkeypatch.setattr("paceline.quantize.rounding._search", noting)
+    monkeypatch.setattr(rounding, "_search", noting)
     shared = round_matrix(*case, 15, threads=2)
     for name in ("codes", "scales", "minimums"):
         assert torch.equal(getattr(alone, name), getattr(shared, name))

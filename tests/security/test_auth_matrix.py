@@ -31,8 +31,10 @@ PAGE_API = {
     ("PUT", "/ui/api/what-if/trace"),
     ("GET", "/ui/api/what-if/timeline"),
 }
-# the last one is the gateway's
-FOR_ADMINS = {"/metrics", "/slots", "/status"}
+# /status is the gateway's
+FOR_ADMINS = {"/metrics", "/slots", "/status", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+# refused to every caller of a server that has no adapters
+SWITCHED_OFF = {("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")}
 NOBODY: list[dict[str, Any]] = [
     {},
     bearer(""),
@@ -95,7 +97,8 @@ async def test_every_route_times_every_caller(guarded: FastAPI) -> None:
                     status = await statuses(http, method, path, headers)
                     assert status != 401, (method, path, scope)
                     for_admins = path in FOR_ADMINS or path.startswith(("/admin/", "/ui/api/"))
-                    refused = for_admins and scope == "user"
+                    for_admins |= (method, path) == ("POST", "/lora-adapters")
+                    refused = (for_admins and scope == "user") or (method, path) in SWITCHED_OFF
                     assert (status == 403) == refused, (method, path, scope, status)
 
 

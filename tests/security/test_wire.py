@@ -138,6 +138,10 @@ def test_bodies_that_are_not_json_are_not_read(server: LiveServer) -> None:
             tried += 1
             url = server.url + re.sub(r"\{[^}]*\}", "x", path)
             answer = httpx.post(url, content=body, headers={"Content-Type": kind})
+            if path.endswith("_lora_adapter"):
+                # refused before the body is looked at, on a server without adapters
+                assert answer.status_code == 403, (path, kind)
+                continue
             assert answer.status_code == 400, (path, kind)
             assert "application/json" in json.dumps(answer.json()), (path, kind)
     assert tried >= 20

@@ -166,7 +166,12 @@ async def test_every_route_that_reads_json_is_bounded(tight: httpx.AsyncClient) 
             (json.dumps({"x": list(range(40))}).encode(), "at most 40"),
         ):
             answer = await tight.post(path, content=body, headers=JSON)
-            assert answer.status_code == 400, path
+            # adapters are not loaded by requests here
+            refused = path.endswith("_lora_adapter")
+            assert answer.status_code == (403 if refused else 400), path
+            if refused or path == "/lora-adapters":
+                # the latter is a list of two numbers each, which bounds itself
+                continue
             error = answer.json()["error"]
             assert says in (error if path.startswith(OLLAMA_PREFIX) else error["message"]), path
     fits = await tight.post("/v1/chat/completions", json=chat_body(max_tokens=1))
