@@ -166,7 +166,7 @@ def measure(model: NativeModel, adapters: Sequence[NativeAdapter]) -> dict[str, 
 
 
 def identical(model: NativeModel, adapters: Sequence[NativeAdapter]) -> bool:
-    """Whether rows of a mixed step are what they are alone, bit for bit."""
+    """Return whether rows of a mixed step equal those that run alone, bit for bit."""
     rows = Rows(model, 64, 1, CONTEXT)
     uses = [
         RowAdapter(adapters[row % len(adapters)], 1.0) if row % 5 else None for row in range(64)

@@ -67,7 +67,7 @@ _CHANCE: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a format must hold on chat."""
+    """Limits of a format's distance from float32 on chat."""
 
     kl: float
     top1: float
@@ -80,7 +80,7 @@ ROUNDED: Final = Limits(kl=0.1, top1=0.88, first=0.12)
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What one format did with one question, next to float32."""
+    """Comparison of one format's answer to one question with float32's."""
 
     question: str
     # over the positions that were compared
@@ -106,7 +106,7 @@ class ChatFigures:
     chance: float
 
     def passes(self, limits: Limits) -> bool:
-        """Whether the format holds the limits, and loops no more than float32."""
+        """Return whether the format is within the limits and loops no more than float32."""
         return (
             self.kl <= limits.kl
             and self.top1 >= limits.top1

@@ -1,1 +1,1 @@
-"""What a newcomer meets first: commands from notes, and the first answers."""
+"""First contact with the server: commands from notes of other servers, and first answers."""

@@ -1,4 +1,4 @@
-"""What the page at /ui weighs, and its longest task while an answer streams."""
+"""Size of the page at /ui, and its longest task while an answer streams."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What became of one command."""
+    """Outcome of one command."""
 
     command: Command
     started: bool

@@ -101,7 +101,7 @@ class Job:
 
     @property
     def kept(self) -> bool:
-        """Whether both targets were kept."""
+        """Return whether both targets were met."""
         each = (self.last - self.first) / max(1, len(self.tokens) - 1)
         complete = len(self.tokens) == self.output
         return complete and self.first - self.arrival <= self.ttft and each <= TPOT
