@@ -79,11 +79,14 @@ def test_an_answer_that_repeats_itself_is_stopped_and_can_go_on() -> None:
         await say(conversation, "")
         return first, why, conversation.turns[-1]["content"], conversation.stopped
 
-    first, why, whole, after = talk(body, max_tokens=400, num_blocks=1000, max_model_len=2000)
-    assert why == "stopped: the answer repeats itself" and len(first) < 400
-    assert whole.startswith(first) and after == "stopped after 400 tokens"
+    # a millisecond a step: the reader sees the repetition long before the last token is there
+    first, why, whole, after = talk(
+        body, max_tokens=1000, num_blocks=1000, max_model_len=3000, step_time=0.001
+    )
+    assert why == "stopped: the answer repeats itself" and len(first) < 1000
+    assert whole.startswith(first) and after == "stopped after 1000 tokens"
     # a few tokens are no character by themselves
-    assert 390 < len(whole) - len(first) <= 400
+    assert 990 < len(whole) - len(first) <= 1000
 
 
 def test_what_repeats_itself() -> None:
