@@ -51,7 +51,7 @@ class _Calls:
     def _machine(self, path: str, body: dict[str, Any], parse: type | None) -> Machine:
         for name in ("model", "stream"):
             if name in body:
-                raise TypeError(f"{name} is the client's to say")
+                raise TypeError(f"{name} is set by the client itself: leave it out")
         if body.get("n") not in (None, 1):
             raise ValueError("n must be 1: a stream has one answer")
         parser: Callable[[str], object] | None = None

@@ -156,8 +156,8 @@ def no_bytes(tensors: dict[str, torch.Tensor]) -> None:
     ("spoil", "says"),
     [
         (no_bytes, "1 to 4096 experts are read"),
-        (without_scales, "down_proj_blocks has no scales beside it"),
-        (short_scales, r"beside scales of \[5, 63, 3\]"),
+        (without_scales, "down_proj_blocks has no scales"),
+        (short_scales, r"with scales of \[5, 63, 3\]"),
         (wrong_type, "its scales as I32, must be U8"),
         (one_expert, r"has shape \[64\], not that of all experts"),
         (an_expert_less, "experts.4.down_proj.bias"),

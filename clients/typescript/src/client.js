@@ -94,7 +94,7 @@ export class Client {
    */
   #events(path, body) {
     for (const name of ["model", "stream"]) {
-      if (name in body) throw new TypeError(`${name} is the client's to say`);
+      if (name in body) throw new TypeError(`${name} is set by the client itself: leave it out`);
     }
     if ((body.n ?? 1) !== 1) throw new TypeError("n must be 1: a stream has one answer");
     refuseNoNumbers(body, "");

@@ -322,7 +322,7 @@ def stored_bits(stored_dtype: str) -> float:
     try:
         values, size = SIZES[GGUFType[stored_dtype]]
     except KeyError:
-        raise ValueError(f"{stored_dtype!r} is no type that weights are stored as") from None
+        raise ValueError(f"{stored_dtype!r} is not a type in which weights are stored") from None
     return 8.0 * size / values
 
 

@@ -307,7 +307,9 @@ def load_encoder(
 def _check_settings(settings: BackendSettings, checkpoint: EncoderFiles) -> None:
     path = checkpoint.path
     if settings.drafts:
-        raise ConfigError("speculative_config: a model that is pooled makes no tokens to draft")
+        raise ConfigError(
+            "speculative_config: a pooling model generates no tokens, so none can be drafted"
+        )
     for flag, value, unset in (
         ("--kv-dtype", settings.kv_dtype, ("auto",)),
         ("--compute", settings.compute, ("auto", "torch")),

@@ -91,7 +91,7 @@ def served_memory(
     if isinstance(opened, OpenedEncoder) or opened.checkpoint.config.bidirectional:
         raise ConfigError(
             f"{path} attends to both sides and has no KV cache: what it takes does not depend on "
-            "how many sequences there are, so there is nothing to plan"
+            "the number of sequences, so there is nothing to estimate"
         )
     checkpoint, pooling, config = opened.checkpoint, opened.pooling, opened.checkpoint.config
     formats = choose_formats(

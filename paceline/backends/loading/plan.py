@@ -49,7 +49,7 @@ def choose_device(name: str) -> str:
         return "cpu"
     if not has_torch():
         if name != "auto":
-            raise ConfigError(f"--device {name} is PyTorch's to use, and {NO_TORCH}")
+            raise ConfigError(f"--device {name} needs PyTorch, and {NO_TORCH}")
         _log.warning("device=cpu: there are signs of a GPU, but %s", NO_TORCH)
         return "cpu"
     from paceline.backends.torch.machine import choose_device as choose
@@ -133,7 +133,9 @@ def settle_plan(
     """
     checkpoint, pooling = opened.checkpoint, opened.pooling
     if pooling is not None and settings.drafts:
-        raise ConfigError("speculative_config: a model that is pooled makes no tokens to draft")
+        raise ConfigError(
+            "speculative_config: a pooling model generates no tokens, so none can be drafted"
+        )
     config = checkpoint.config
     usual = None if pooling is None else pooling.max_seq_length
     length = choose_length(config.longest, settings.max_model_len, usual)

@@ -61,7 +61,7 @@ def parse_list(text: str) -> frozenset[int]:
         match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
-            raise ValueError(f"{part!r} in {text.strip()!r} is no number and no range of them")
+            raise ValueError(f"{part!r} in {text.strip()!r} is neither a number nor a range")
         numbers.update(range(first, last + 1))
     return frozenset(numbers)
 

@@ -61,7 +61,9 @@ def build(sources: Path | None = None, target: Path = _HERE, options: Sequence[s
         )
     # checked before minutes of compiling
     if not os.access(target, os.W_OK):
-        raise RuntimeError(f"{target} cannot be written by this user; install as one who may")
+        raise RuntimeError(
+            f"{target} cannot be written by this user; install as a user who may write it"
+        )
     with tempfile.TemporaryDirectory() as folder:
         configure = ["cmake", "-S", str(sources), "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
         configure += options
@@ -87,7 +89,7 @@ def platform_tag(library: Path) -> str:
     # e_machine of the ELF header
     machine = {62: "x86_64", 183: "aarch64"}.get(int.from_bytes(data[18:20], "little"))
     if data[:4] != b"\x7fELF" or machine is None:
-        raise RuntimeError(f"{library} is no library for x86-64 or aarch64")
+        raise RuntimeError(f"{library} is not a library for x86-64 or aarch64")
     floors = [int(minor) for minor in re.findall(rb"\0GLIBC_2\.([0-9]+)", data)]
     for runtime, known in _RUNTIMES.items():
         found = [tuple(map(int, text.split(b"."))) for text in

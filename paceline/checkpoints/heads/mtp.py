@@ -136,7 +136,7 @@ class MTPLayers:
         if layout is None:
             stored = f", and this one holds {len(checkpoint.mtp)} tensors of such layers"
             raise CheckpointError(
-                f"MTP layers are read beside {', '.join(_LAYOUTS)}, and {self.path} "
+                f"MTP layers are read together with {', '.join(_LAYOUTS)}, and {self.path} "
                 f"is a {served.model_type}{stored if checkpoint.mtp else ''}"
             )
         self.layout: MTPLayout = layout

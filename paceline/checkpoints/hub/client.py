@@ -92,7 +92,9 @@ class Hub:
             files = dict(_hub_file(each) for each in fields["siblings"])
             return Listing(_hexadecimal(fields["sha"]), files)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{url} answers what no hub does: {error!r:.200}") from None
+            raise CheckpointError(
+                f"{url} gave an answer that is not a model hub's: {error!r:.200}"
+            ) from None
 
     def fetch(self, repo: str, commit: str, file: HubFile, part: IO[bytes]) -> Iterator[int]:
         """Append to ``part``, which holds the file's first bytes, until it is complete; yield the
@@ -248,7 +250,7 @@ def _hub_file(entry: dict[str, Any]) -> tuple[str, HubFile]:
 
 def _hexadecimal(text: Any, length: int = 40) -> str:
     if not isinstance(text, str) or len(text) != length or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{text!r:.100} is no digest of {length} digits")
+        raise ValueError(f"{text!r:.100} is not a digest of {length} digits")
     return text
 
 

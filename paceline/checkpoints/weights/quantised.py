@@ -158,7 +158,7 @@ class Quantisation:
             if isinstance(scale := found.pop(name, None), SafetensorsEntry):
                 break
         else:
-            raise CheckpointError(f"{base}.weight is FP8 and has no weight_scale beside it")
+            raise CheckpointError(f"{base}.weight is FP8 and has no weight_scale")
         if len(weight.shape) != 2:
             raise CheckpointError(
                 f"{base}.weight is FP8 of shape {list(weight.shape)}: only matrices are"
@@ -189,9 +189,7 @@ class Quantisation:
             if isinstance(part, SafetensorsEntry):
                 parts[name] = part
             elif name != "g_idx":
-                raise CheckpointError(
-                    f"{base}.qweight is {self.method} and has no {name} beside it"
-                )
+                raise CheckpointError(f"{base}.qweight is {self.method} and has no {name}")
         qweight, scales, each = parts["qweight"], parts["scales"], 32 // self.bits
         shape = qweight.shape if len(qweight.shape) == 2 else (0, 0)
         is_awq = self.method == "AWQ"
@@ -215,7 +213,7 @@ class Quantisation:
         for name, expected in wanted.items():
             if not inputs or parts[name].shape != expected:
                 raise CheckpointError(
-                    f"{base}.{name} has shape {list(parts[name].shape)} beside a qweight of "
+                    f"{base}.{name} has shape {list(parts[name].shape)} with a qweight of "
                     f"{list(qweight.shape)}; {self.text} implies {list(expected)}"
                 )
         for name, part in parts.items():

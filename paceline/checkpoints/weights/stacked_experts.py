@@ -82,12 +82,12 @@ def unstacked(entries: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def _check_mxfp4(name: str, blocks: SafetensorsEntry, scales: object) -> None:
     if not isinstance(scales, SafetensorsEntry):
-        raise CheckpointError(f"{name} has no scales beside it")
+        raise CheckpointError(f"{name} has no scales")
     shape = blocks.shape
     if len(shape) != 4 or shape[3] != _BLOCK // 2 or scales.shape != shape[:3]:
         raise CheckpointError(
-            f"{name} has shape {list(shape)} beside scales of {list(scales.shape)}: MXFP4 is "
-            f"[experts, outputs, blocks, {_BLOCK // 2}] beside the first three"
+            f"{name} has shape {list(shape)} with scales of {list(scales.shape)}: MXFP4 is "
+            f"[experts, outputs, blocks, {_BLOCK // 2}] and scales the first three"
         )
     if (blocks.dtype, scales.dtype) != ("U8", "U8"):
         raise CheckpointError(

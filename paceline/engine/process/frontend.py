@@ -250,7 +250,7 @@ class EngineFrontend(abc.ABC):
         limit = self._stall_timeout if self.num_unfinished else max(self._stall_timeout, _QUIET)
         if silent > limit:
             raise EngineDeadError(
-                f"the engine has not been heard of for {silent:.1f} s (limit {limit:.1f} s)"
+                f"the engine has sent nothing for {silent:.1f} s (limit {limit:.1f} s)"
             )
         stalled = now - self._progress_at
         if self.num_unfinished and stalled > self._stall_timeout:

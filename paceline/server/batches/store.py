@@ -172,7 +172,7 @@ class BatchStore:
             found.id,
         )
         if row is not None:
-            raise HttpError(409, f"batch {row['id']} is not over and needs this file")
+            raise HttpError(409, f"batch {row['id']} has not ended and needs this file")
         with self._db.transaction():
             self._db.execute("DELETE FROM files WHERE id = ?", (found.id,))
         self._contents.remove(found.id)
@@ -203,7 +203,7 @@ class BatchStore:
             f"SELECT count(*) AS n FROM batches WHERE owner = ? AND status IN {_UNFINISHED}", owner
         )
         if row is not None and row["n"] >= _MAX_UNFINISHED:
-            raise HttpError(429, f"{row['n']} batches are not over; more cannot be created yet")
+            raise HttpError(429, f"{row['n']} batches have not ended; more cannot be created yet")
         batch_id = f"batch_{token_hex(16)}"
         created = int(now)
         with self._db.transaction():

@@ -157,7 +157,7 @@ def test_only_a_library_has_a_tag(tmp_path: Path) -> None:
     path = tmp_path / "_lib.so"
     for content in (b"", b"MZ".ljust(64), b"\x7fELF".ljust(64)):
         path.write_bytes(content)
-        with pytest.raises(RuntimeError, match="no library for x86-64 or aarch64"):
+        with pytest.raises(RuntimeError, match="is not a library for x86-64 or aarch64"):
             platform_tag(path)
 
 

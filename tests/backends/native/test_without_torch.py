@@ -113,7 +113,7 @@ def test_no_process_of_a_server_asks_for_torch(smollm2_path: Path, asked: Path) 
     ("settings", "message"),
     [
         ({"compute": "torch"}, "--compute torch was asked for, and PyTorch is not installed: pip"),
-        ({"device": "cuda"}, r"--device cuda is PyTorch's to use, and PyTorch is not installed"),
+        ({"device": "cuda"}, r"--device cuda needs PyTorch, and PyTorch is not installed"),
         ({"compute": "auto", "block_size": 7}, "the native path .*, and PyTorch is not installed"),
     ],
 )

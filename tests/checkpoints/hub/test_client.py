@@ -291,7 +291,7 @@ def test_a_listing_that_lies(
     monkeypatch.setattr(
         hub_module, "parse_json_object", lambda text, what: json.loads(json.dumps(body))
     )
-    with pytest.raises(CheckpointError, match="answers what no hub does"):
+    with pytest.raises(CheckpointError, match="gave an answer that is not a model hub's"):
         pulled("org/folder")
     assert not (tmp_path / "hub").exists()
 

@@ -141,7 +141,7 @@ class TestDeath:
         client.check_health()
         os.kill(client.pid, signal.SIGSTOP)
         await until(lambda: not is_healthy(client))
-        with pytest.raises(EngineDeadError, match=r"has not been heard of for \d\.\d s"):
+        with pytest.raises(EngineDeadError, match=r"has sent nothing for \d\.\d s"):
             client.check_health()
         os.kill(client.pid, signal.SIGCONT)
         await until(lambda: is_healthy(client))

@@ -175,7 +175,7 @@ def test_too_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     store = BatchStore(tmp_path, 1000)
     file_id = put(store)
     first = [create(store, file_id).id for _ in range(2)]
-    with pytest.raises(HttpError, match="2 batches are not over") as error:
+    with pytest.raises(HttpError, match="2 batches have not ended") as error:
         create(store, file_id)
     assert error.value.status == 429
     store.fail(first[1], [], 1.0)

@@ -407,7 +407,9 @@ def input_items(stored: StoredResponse, query: Mapping[str, str]) -> bytes:
     if after is not None:
         matches = [i for i, item in enumerate(items) if item["id"] == after]
         if not matches:
-            raise InvalidRequestError(f"after names no item here: {show(after)}", "after")
+            raise InvalidRequestError(
+                f"after must be the id of an item here, got {show(after)}", "after"
+            )
         items = items[matches[0] + 1 :]
     page = items[: _limit(query)]
     return encode(
