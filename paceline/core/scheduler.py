@@ -40,6 +40,7 @@ from paceline.core.step.planner import Planner
 from paceline.core.step.speculation import Speculation, SpeculationMaker, make_speculation
 from paceline.core.step.state import SchedulerState, check_integrity, take_stats
 from paceline.core.step.update import Updates, update_of
+from paceline.errors import QueueFullError
 
 __all__ = ["Scheduler"]
 
@@ -127,6 +128,12 @@ class Scheduler:
             self._waiting.arrive(request)
         else:
             self._forks.add(parent, request)
+
+    def foresee(self, request: Request, *, counts: bool = False) -> QueueFullError | None:
+        """Return why a request, which an empty engine could serve, is refused if it arrives now;
+        None if it would be queued, which it is not. Its history has the predicted time to first
+        token then. ``counts``: its caller is told, and counts as refused and as coming back."""
+        return self._admission.foresee(request, counts=counts)
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT

@@ -2,15 +2,18 @@
 
 On the way in it moves targets from ``slo`` or headers, the tenant and a tag into ``vllm_xargs``,
 which vLLM carries to the engine. On the way out it turns the engine's refusals into 429 with
-``Retry-After``: vLLM's engine can end a request only by an error, which becomes 500, or an error in
+``Retry-After``. Most requests are refused before vLLM sees them (``foresight``), others by the
+engine's own door. There, vLLM can end a request only by an error, which becomes 500, or an error in
 a stream whose 200 would be out already. So the response's head is held back until the first body
 message that has a part of the answer, and where that is an error the engine is asked what it was.
 
+``POST /paceline/predict`` takes the body of a request, and answers what would become of it.
 ``GET /paceline/explain/TAG`` tells the fate of a request, whose tag is in each answer's header
 ``x-paceline-request``. ``/metrics`` gets our lines after vLLM's.
 
 vLLM puts its own middlewares inside this one, so a key has not been checked yet when a body is read
-here; a tag can't be guessed.
+here. Before a caller learns how much waits, vLLM is asked for ``/v1/models`` with its headers. A
+tag can't be guessed.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from paceline.http.fields import check_boolean, check_object, show
 from paceline.server.protocol.responses import Explanation
 from paceline.server.protocol.targets import parse_slo, parse_tenant, with_headers
 from paceline.vllm.channel import ask
+from paceline.vllm.foresight import best_forecast, early_refusal, question
 from paceline.vllm.metrics import metrics_lines
-from paceline.vllm.requests import ARGUMENTS, TAG, slo_arguments, slo_of, tenant_of
+from paceline.vllm.requests import ARGUMENTS, CHARACTERS, TAG, slo_arguments, slo_of, tenant_of
 
 __all__ = ["Admission"]
 
@@ -47,6 +51,7 @@ _ROUTES: Final = frozenset(
 )
 # streams have a usage here only if the caller asks for it
 _ASKS_USAGE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_PREDICT: Final = "/paceline/predict"
 _EXPLAIN: Final = "/paceline/explain/"
 _HEADER: Final = b"x-paceline-request"
 # longest body that is read here; longer ones are refused
@@ -79,6 +84,8 @@ class Admission:
             await self._app(scope, receive, send)
         elif method == "POST" and path in _ROUTES:
             await self._generate(path, scope, receive, send)
+        elif method == "POST" and path == _PREDICT:
+            await self._foretell(scope, receive, send)
         elif method == "GET" and path.startswith(_EXPLAIN):
             await _send_fate(path.removeprefix(_EXPLAIN), send)
         elif method == "GET" and path.rstrip("/") == "/metrics":
@@ -91,11 +98,7 @@ class Admission:
     async def _generate(
         self, path: str, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
     ) -> None:
-        tag = uuid.uuid4().hex
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in scope["headers"]
-        }
+        tag, headers = uuid.uuid4().hex, _headers(scope)
         try:
             raw = await _read(receive)
             if raw is None:
@@ -105,6 +108,13 @@ class Admission:
             if body is not None:
                 explains = check_boolean(body.pop("explain", False), "explain")
                 body = _with_arguments(body, headers, tag)
+                asked = question(body)
+                refusal = await early_refusal(asked, lambda: self._has_key(scope))
+                if refusal is not None:
+                    await _refuse(refusal, send, tag)
+                    return
+                if asked["characters"] and not asked["tokens"]:
+                    body["vllm_xargs"][CHARACTERS] = asked["characters"]
                 if explains and body.get("stream") and path in _ASKS_USAGE:
                     # the explanation is part of the usage, as with our own server
                     options = check_object(body.get("stream_options") or {}, "stream_options")
@@ -123,6 +133,48 @@ class Admission:
             if not await answer.failed():
                 raise
 
+    async def _foretell(
+        self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
+    ) -> None:
+        """Answer ``POST /paceline/predict``."""
+        try:
+            raw = await _read(receive)
+            if raw is None:
+                return
+            body = check_object(_parse(raw), "the body")
+            asked = question(_with_arguments(body, _headers(scope), ""))
+            if not await self._has_key(scope):
+                raise HttpError(401, "vLLM does not know this caller's key")
+            told = await best_forecast(asked)
+            if told is None:
+                raise HttpError(503, "no engine answered")
+        except (RequestError, HttpError) as error:
+            await _refuse(error, send)
+            return
+        seconds = told["predicted_ttft"]
+        answer = {
+            "accepted": told["refusal"] is None, "prompt_tokens": told["prompt_tokens"],
+            "predicted_ttft_ms": None if seconds is None else round(1e3 * seconds, 3),
+            "refused": told["refusal"],
+        }  # fmt: skip
+        await _send_json(send, 200, json.dumps(answer).encode())
+
+    async def _has_key(self, scope: Mapping[str, Any]) -> bool:
+        """Whether vLLM answers this caller."""
+        path = scope.get("root_path", "") + "/v1/models"
+        statuses = []
+
+        async def receive() -> _Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: _Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        asked = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+        await self._app(dict(scope) | asked, receive, send)
+        return statuses == [200]
+
 
 # ------------------------------------------------------------------ the way in
 
@@ -140,6 +192,11 @@ async def _read(receive: _Receive) -> bytes | None:
             raise InvalidRequestError(f"the body is longer than {_MOST_BYTES} bytes")
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
+    pairs = scope["headers"]
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in pairs}
 
 
 def _again(body: bytes, receive: _Receive) -> _Receive:
@@ -294,7 +351,7 @@ def _is_early(body: bytes) -> bool:
     return bool(choices) and not any(said)
 
 
-async def _refuse(error: RequestError, send: _Send, tag: str = "") -> None:
+async def _refuse(error: RequestError | HttpError, send: _Send, tag: str = "") -> None:
     reply = reply_to(error, drain_timeout=1.0)
     headers = {} if reply.retry_after is None else {b"retry-after": str(reply.retry_after)}
     if reply.dropped is not None:

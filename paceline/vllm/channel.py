@@ -7,6 +7,7 @@ the answer::
 
     {"fate": "TAG"}   ->  {"refusal": {...} or null, "timeline": {...}, ...}; null: not known yet
     {"counts": true}  ->  {"steps": 740, "amended": 0, ...}
+    {"foresee": {...}}  ->  {"predicted_ttft": 0.4, "refusal": null, ...}
 
 This module does not import vLLM.
 """
@@ -121,15 +122,17 @@ def _sockets() -> Iterator[Path]:
         yield from sorted((channel_folder() / str(parent)).glob("*.sock"))
 
 
-async def ask(message: Mapping[str, Any]) -> list[Any]:
+async def ask(message: Mapping[str, Any], patience: float | None = None) -> list[Any]:
     """Return the answers of all engines of this server that answer in time, without nulls."""
-    answers = await asyncio.gather(*(_ask(path, message) for path in _sockets()))
+    answers = await asyncio.gather(
+        *(_ask(path, message, patience or _LONGEST) for path in _sockets())
+    )
     return [each for each in answers if each is not None]
 
 
-async def _ask(path: Path, message: Mapping[str, Any]) -> Any:
+async def _ask(path: Path, message: Mapping[str, Any], patience: float) -> Any:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LONGEST):
+        async with asyncio.timeout(patience):
             while True:
                 with contextlib.suppress(OSError, ValueError):
                     return await _ask_once(path, message)

@@ -70,6 +70,10 @@ class MirroredCache:
         free = free * self.pool.num_blocks // self._num_theirs
         self.pool.num_free = max(0, free - promised)
 
+    def assume_found(self, request: Request, num_tokens: int) -> None:
+        """Take a request that vLLM does not have to find a cached prefix."""
+        self._found[request.request_id] = num_tokens, ()
+
     def forget_lookups(self) -> None:
         """Forget looked-up prefixes: vLLM's cache has changed."""
         self._found.clear()

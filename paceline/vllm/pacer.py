@@ -1,7 +1,7 @@
 """The core inside vLLM's engine process: its clock, its requests, and what it tells of them.
 
-``scheduler`` calls it from the engine's thread alone. Snapshots and fates are read by the channel's
-thread: each is a value that is replaced, never changed.
+``scheduler`` calls it from the engine's thread, and the channel's thread asks it for fates, counts
+and forecasts: one lock is held by either while it is in the core.
 
 This module does not import vLLM.
 """
@@ -9,10 +9,13 @@ This module does not import vLLM.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, Timeline
 from paceline.core.request import FinishReason, Request
@@ -20,7 +23,15 @@ from paceline.core.scheduler import Scheduler
 from paceline.engine.recorder import FileRecorder
 from paceline.errors import QueueFullError, RequestError
 from paceline.vllm.mirror import MirroredCache
-from paceline.vllm.requests import arguments_of, core_request, slo_arguments, slo_of, tag_of
+from paceline.vllm.requests import (
+    CHARACTERS,
+    TAG,
+    arguments_of,
+    core_request,
+    foreseen_request,
+    slo_arguments,
+    slo_of,
+)
 from paceline.vllm.settings import Settings
 
 __all__ = ["Counts", "Fate", "Pacer", "Refusal"]
@@ -29,6 +40,24 @@ __all__ = ["Counts", "Fate", "Pacer", "Refusal"]
 _KEPT: Final = 1_000
 _DEPTH: Final = 2
 _NUMBERS: Final = ("num_steps", "num_amended", "num_own_steps", "num_faults")
+# characters of each token before any were counted, and the weight of what was counted before each
+# new prompt
+_CHARACTERS, _KEEP = 4.0, 0.98
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _alone(
+    method: Callable[Concatenate[Pacer, _P], _R],
+) -> Callable[Concatenate[Pacer, _P], _R]:
+    """Let one thread at a time run such methods."""
+
+    @functools.wraps(method)
+    def call(self: Pacer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Refusal(NamedTuple):
@@ -87,7 +116,12 @@ class Pacer:
     ) -> None:
         self._settings, self._theirs, self._find = settings, cache, find
         self._clock, self._wall = clock, wall
+        self._lock = threading.RLock()
         self.counts = Counts()
+        # whether the core has all of vLLM's requests
+        self._leads = False
+        # of prompts that came as text: characters and tokens, older ones counting less
+        self._measured = 1_000.0 * _CHARACTERS, 1_000.0
         # ids of requests that vLLM schedules by itself within our steps
         self.foreign: set[str] = set()
         # by the middleware's tag and by vLLM's id, oldest first
@@ -104,15 +138,19 @@ class Pacer:
         )
         self.restart()
 
+    @_alone
     def restart(self) -> None:
         """Begin with an empty core; no step is in flight."""
         settings = self._settings
         self.kv = MirroredCache(settings.cache, self._theirs, self._find, settings.num_theirs)
         self.core = Scheduler(self._settings.scheduler, self._settings.cache, kv=self.kv)
         self.give_up()
+        self._leads = True
 
+    @_alone
     def give_up(self) -> None:
         """Forget all requests: vLLM serves them by itself."""
+        self._leads = False
         self.foreign.clear()
         self._tags.clear()
         self._live.clear()
@@ -120,6 +158,7 @@ class Pacer:
 
     # ------------------------------------------------------------------ requests
 
+    @_alone
     def add(self, theirs: Any, max_model_len: int) -> None:
         """Take a request that vLLM has queued.
 
@@ -132,20 +171,29 @@ class Pacer:
         request = core_request(theirs, max_model_len, arrival, now)
         self.core.add_request(request)
         self._live[request.request_id] = request
-        self._tags[request.request_id] = tag_of(theirs)
+        arguments = arguments_of(theirs)
+        self._tags[request.request_id] = str(arguments.get(TAG, ""))
+        characters = arguments.get(CHARACTERS)
+        if type(characters) is int and characters > 0:
+            before, tokens = self._measured
+            tokens = _KEEP * tokens + request.num_prompt_tokens
+            self._measured = _KEEP * before + characters, tokens
         if self._recorder is not None:
             self._recorder.added(request, now)
 
+    @_alone
     def refuse(self, theirs: Any, error: RequestError) -> None:
         """Keep why a request is not served."""
-        if isinstance(error, QueueFullError):
-            refusal = Refusal(429, str(error), error.retry_after, error.reason, None)
-        else:
-            refusal = Refusal(400, str(error), None, "", error.param)
-        if isinstance(error, QueueFullError):
-            self._judge(slo_of(arguments_of(theirs)).slo_class, ("refused",))
-        self._keep(tag_of(theirs), theirs.request_id, Fate(refusal, None, None, None, {}, ()))
+        self._refuse(arguments_of(theirs), theirs.request_id, error)
 
+    def _refuse(self, arguments: Mapping[str, Any], name: str, error: RequestError) -> None:
+        refusal = _refusal(error)
+        if isinstance(error, QueueFullError):
+            self._judge(slo_of(arguments).slo_class, ("refused",))
+        tag = str(arguments.get(TAG, ""))
+        self._keep(tag, name, Fate(refusal, None, None, None, {}, ()))
+
+    @_alone
     def take_dropped(self) -> list[str]:
         """Return the waiting requests that the last plan dropped, once each."""
         dropped = self.core.take_expired()
@@ -156,12 +204,14 @@ class Pacer:
         self._record_end(names)
         return names
 
+    @_alone
     def abort(self, request_ids: Sequence[str]) -> None:
         """Note requests that ended in vLLM otherwise than by a step."""
         self._end(self.core.abort(request_ids))
         self.foreign.difference_update(request_ids)
         self._record_end(request_ids)
 
+    @_alone
     def end(self, request_ids: Iterable[str]) -> None:
         """Note requests of a step that vLLM ended: a stop token or string was found."""
         self._record_end(self._end(self.core.abort(request_ids, FinishReason.STOP)))
@@ -172,11 +222,13 @@ class Pacer:
 
     # ------------------------------------------------------------------ steps
 
+    @_alone
     def plan(self) -> SchedulerOutput:
         """Return the plan of the next step."""
         self.kv.begin_plan(self.core.state.running.requests)
         return self.core.schedule(self._clock())
 
+    @_alone
     def settle(
         self, plan: SchedulerOutput, done: Mapping[str, range], preempted: Sequence[str]
     ) -> SchedulerOutput:
@@ -191,6 +243,7 @@ class Pacer:
             self._planned.append(now)
         return plan
 
+    @_alone
     def update(self, plan: SchedulerOutput, sampled: Sequence[tuple[int, ...]]) -> list[str]:
         """Take in the tokens of the oldest step in flight; returns the ids of ended requests."""
         now = self._clock()
@@ -255,15 +308,16 @@ class Pacer:
 
     # ------------------------------------------------------------------ for the channel's thread
 
+    @_alone
     def answer(self, message: Mapping[str, Any]) -> Any:
         """Return the answer to a message of ``channel``."""
         if "fate" in message:
             fate = self.fates.get(str(message["fate"]))
             return None if fate is None else _told(fate)
+        if "foresee" in message:
+            return self._foresee(message["foresee"], message.get("counts"))
         counts, stats = self.counts, self.core.stats()
-        # the engine's thread may change it meanwhile
-        live = list(self._live.values())
-        states = Counter((each.slo.slo_class, each.status.value) for each in live)
+        states = Counter((each.slo.slo_class, each.status.value) for each in self._live.values())
         return {
             **{name: getattr(counts, name) for name in _NUMBERS},
             "ended": counts.ended, "kept": counts.kept,
@@ -279,10 +333,43 @@ class Pacer:
             "refused": dict(stats.refused), "waited": dict(stats.waited),
         }  # fmt: skip
 
+    def _foresee(self, asked: Mapping[str, Any], engine: int | None) -> Any:
+        """Return the forecast for a request that was not given to vLLM yet. ``engine``: the one at
+        which a refusal counts, as its caller is told; None: nothing counts."""
+        if not self._leads or engine not in (None, os.getpid()):
+            return None
+        characters, tokens = self._measured
+        limit = self._settings.scheduler.max_model_len
+        request = foreseen_request(asked, tokens / characters, limit, self._clock())
+
+        def judged(num_found: int, *, counts: bool = False) -> QueueFullError | None:
+            self.kv.assume_found(request, num_found)
+            return self.core.foresee(request, counts=counts)
+
+        error = judged(0)
+        predicted = request.history.predicted_ttft
+        # its prompt may be cached, which is known once it is tokens
+        if error is not None and judged(request.num_prompt_tokens - 1) is None:
+            error = None
+        if error is not None and engine is not None:
+            self._refuse(asked["arguments"], "", judged(0, counts=True) or error)
+        told = None if error is None else _refusal(error)._asdict()
+        return {
+            "engine": os.getpid(), "predicted_ttft": predicted, "refusal": told,
+            "prompt_tokens": request.num_prompt_tokens,
+        }  # fmt: skip
+
+    @_alone
     def close(self) -> None:
         """Write the end of the recording."""
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _refusal(error: RequestError) -> Refusal:
+    if isinstance(error, QueueFullError):
+        return Refusal(429, str(error), error.retry_after, error.reason, None)
+    return Refusal(400, str(error), None, "", error.param)
 
 
 def _told(fate: Fate) -> dict[str, Any]:

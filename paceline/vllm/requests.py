@@ -16,13 +16,14 @@ from paceline.errors import InvalidRequestError
 
 __all__ = [
     "ARGUMENTS",
+    "CHARACTERS",
     "CLASSES",
     "TAG",
     "arguments_of",
     "core_request",
+    "foreseen_request",
     "slo_arguments",
     "slo_of",
-    "tag_of",
     "tenant_of",
 ]
 
@@ -35,8 +36,10 @@ _TARGETS: Final = {
 CLASSES: Final = ("interactive", "standard", "batch")
 # the name under which the middleware asks for the request's fate
 TAG: Final = "paceline_tag"
+# the name under which it says how many characters the prompt has
+CHARACTERS: Final = "paceline_characters"
 # names of ours among the extra arguments; all others are other people's
-ARGUMENTS: Final = (*_TARGETS, "slo_class", "best_effort", "tenant", TAG)
+ARGUMENTS: Final = (*_TARGETS, "slo_class", "best_effort", "tenant", TAG, CHARACTERS)
 
 
 def slo_arguments(slo: Slo, tenant: str = "") -> dict[str, str | float | int]:
@@ -79,11 +82,6 @@ def tenant_of(arguments: Mapping[str, Any]) -> str:
     return _name("tenant", arguments.get("tenant", ""))
 
 
-def tag_of(theirs: Any) -> str:
-    """Return the name that the middleware gave a request; "" without a middleware."""
-    return str(arguments_of(theirs).get(TAG, ""))
-
-
 def arguments_of(theirs: Any) -> Mapping[str, Any]:
     """Return the extra arguments of one of vLLM's requests."""
     return getattr(theirs.sampling_params, "extra_args", None) or {}
@@ -114,6 +112,28 @@ def core_request(theirs: Any, max_model_len: int, arrival: float, now: float) ->
             resumed=ResumedOutput(output, now, now) if output else None,
             slo=slo_of(arguments),
             tenant=tenant_of(arguments),
+        )
+    )
+
+
+def foreseen_request(
+    asked: Mapping[str, Any], tokens_per_character: float, max_model_len: int, now: float
+) -> Request:
+    """Return a request like the one that ``foresight`` asks about, cut to what the model takes.
+    Raises InvalidRequestError."""
+    guess = round(asked["tokens"] + tokens_per_character * asked["characters"])
+    num_prompt = max(1, min(guess, max_model_len - 1))
+    num_output = max(1, min(asked["max_tokens"] or max_model_len, max_model_len - num_prompt))
+    return Request(
+        RequestSpec(
+            request_id="",
+            prompt_token_ids=[0] * num_prompt,
+            sampling=SamplingParams(max_tokens=num_output),
+            arrival_time=now,
+            priority=asked["priority"],
+            num_forks=asked["num_choices"] - 1,
+            slo=slo_of(asked["arguments"]),
+            tenant=tenant_of(asked["arguments"]),
         )
     )
 

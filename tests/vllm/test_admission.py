@@ -18,6 +18,7 @@ from paceline.server.protocol.targets import CLASSES
 from paceline.vllm import requests
 from paceline.vllm.admission import Admission
 from paceline.vllm.channel import Channel, ask
+from paceline.vllm.foresight import question, size_of
 from paceline.vllm.metrics import METRICS, metrics_lines
 
 REFUSED = {
@@ -41,14 +42,19 @@ COUNTS: dict[str, Any] = {
 
 
 class Engine:
-    """The other end of a channel: one answer for the fate of every tag."""
+    """The other end of a channel: one answer for the fate of every tag, and one forecast."""
 
     def __init__(self) -> None:
         self.fate: Any = None
+        self.forecast: Any = None
+        self.foreseen: list[Mapping[str, Any]] = []
         self.asked: list[Mapping[str, Any]] = []
         self.channel = Channel(self._answer)
 
     def _answer(self, message: Mapping[str, Any]) -> Any:
+        if "foresee" in message:
+            self.foreseen.append(message)
+            return self.forecast
         self.asked.append(message)
         return COUNTS if "counts" in message else self.fate
 
@@ -65,13 +71,20 @@ class App:
     """Answers with a status and these parts, and keeps what it was asked."""
 
     def __init__(
-        self, status: int, *parts: bytes, path: str = "/v1/chat/completions", fails: bool = False
-    ) -> None:
+        self, status: int, *parts: bytes, path: str = "/v1/chat/completions", fails: bool = False,
+        models: int = 200,
+    ) -> None:  # fmt: skip
         self.status, self.parts, self.path, self.fails = status, parts, path, fails
+        # what a caller with this request's headers gets for the list of models
+        self.models = models
         self.body: Any = None
         self.headers: dict[bytes, bytes] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"].endswith("/v1/models"):
+            await send({"type": "http.response.start", "status": self.models, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+            return
         self.headers = dict(scope["headers"])
         self.body = (await receive())["body"]
         length = str(sum(map(len, self.parts))).encode()
@@ -125,6 +138,7 @@ def arguments(body: dict[str, Any], headers: Sequence[tuple[str, str]] = ()) -> 
     passed = json.loads(app.body)
     assert "slo" not in passed and app.headers[b"content-length"] == str(len(app.body)).encode()
     found: dict[str, Any] = passed["vllm_xargs"]
+    assert found.pop("paceline_characters", 1) > 0
     assert found.pop("paceline_tag") == answer["x-paceline-request"]
     return found
 
@@ -308,6 +322,99 @@ def test_first_part_of_an_answer_is_sent_at_once(first: bytes) -> None:
 def test_without_an_engine() -> None:
     assert post(App(500, b'{"error": {}}'), {})[0] == 500
     assert asyncio.run(ask({"fate": "t"})) == []
+
+
+# ---------------------------------------------------------------- before vLLM
+FULL = {"engine": 7, "predicted_ttft": 2.5, "prompt_tokens": 9, "refusal": REFUSED}
+FREE = FULL | {"refusal": None, "predicted_ttft": 0.25}
+
+
+def test_refused_before_vllm_sees_it(engine: Engine) -> None:
+    engine.forecast = FULL
+    app = App(200, b"{}")
+    status, headers, body = post(app, {"messages": [{"role": "user", "content": "Hello"}]})
+    assert (status, headers["retry-after"]) == (429, "3") and app.body is None
+    assert json.loads(body)["error"]["message"] == REFUSED["message"]
+    first, second = engine.foreseen
+    tag = first["foresee"]["arguments"]["paceline_tag"]
+    assert tag == headers["x-paceline-request"]
+    assert "counts" not in first and second == first | {"counts": 7}, "it counts once"
+
+
+def test_engine_that_would_take_it_gets_it(engine: Engine) -> None:
+    second = Engine()
+    second.channel.close()
+    for forecast in (FREE, None):
+        engine.forecast = forecast
+        assert post(App(200, b"{}"), {})[0] == 200
+
+
+def test_unknown_caller_learns_nothing(engine: Engine) -> None:
+    engine.forecast = FULL
+    assert post(App(401, b"{}", models=401), {})[0] == 401
+    assert len(engine.foreseen) == 1, "it does not count"
+    status, _, body = post(App(401, b"{}", path="/paceline/predict", models=401), {"prompt": "a"})
+    assert status == 401 and b"predicted" not in body
+
+
+@pytest.mark.parametrize(
+    ("body", "size"),
+    [
+        ({"prompt": "abcd"}, (4, 0, 1)),
+        ({"prompt": ["abcd", "ef"]}, (6, 0, 2)),
+        ({"prompt": [5, 6, 7]}, (0, 3, 1)),
+        ({"prompt": [[5, 6], [7]]}, (0, 3, 2)),
+        ({"prompt_tokens": 300}, (0, 300, 1)),
+        ({"prompt": [], "messages": "x"}, (1, 0, 1)),
+        ({"messages": [{"content": [{"text": "abc"}, {"url": "data:xyz"}]}]}, (17, 0, 1)),
+        ({"input": "abc", "instructions": "de", "user": "nobody"}, (5, 0, 1)),
+    ],
+)
+def test_size_of_prompts(body: dict[str, Any], size: tuple[int, int, int]) -> None:
+    assert size_of(body) == size
+
+
+def test_deep_bodies_are_measured() -> None:
+    body: Any = "abc"
+    for _ in range(5_000):
+        body = [body]
+    assert size_of({"prompt": body}).characters == 3
+
+
+def test_question() -> None:
+    body = {"prompt": ["ab", "cdef"], "n": 2, "max_tokens": 5, "priority": -1}
+    asked = question(body | {"vllm_xargs": {"theirs": 1, "ttft_ms": 3.0}})
+    assert asked == {
+        "characters": 3, "tokens": 0, "max_tokens": 5, "priority": -1, "num_choices": 4,
+        "arguments": {"ttft_ms": 3.0},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("forecast", "answer"),
+    [
+        (FREE, {"accepted": True, "predicted_ttft_ms": 250.0, "refused": None}),
+        (FULL, {"accepted": False, "predicted_ttft_ms": 2500.0, "refused": REFUSED}),
+        (FREE | {"predicted_ttft": None}, {"accepted": True, "predicted_ttft_ms": None,
+                                           "refused": None}),
+    ],
+)  # fmt: skip
+def test_prediction(engine: Engine, forecast: Any, answer: Any) -> None:
+    engine.forecast = forecast
+    app = App(200, path="/paceline/predict")
+    status, _, body = post(app, {"prompt": "Hello", "slo": {"ttft_ms": 500}})
+    assert status == 200 and json.loads(body) == answer | {"prompt_tokens": 9}
+    assert engine.foreseen[0]["foresee"]["arguments"]["ttft_ms"] == 500.0
+    assert "counts" not in engine.foreseen[0] and app.body is None
+
+
+def test_predictions_of_bad_bodies(engine: Engine) -> None:
+    app = App(200, path="/paceline/predict")
+    for bad in (b"no JSON", [], {"slo": {"ttft_ms": 0}}):
+        assert post(app, bad)[0] == 400
+    assert not engine.foreseen
+    # the engine has ended, or vLLM schedules by itself
+    assert post(app, {"prompt": "a"})[0] == 503
 
 
 # ---------------------------------------------------------------- explanations

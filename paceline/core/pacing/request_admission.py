@@ -92,8 +92,28 @@ class RequestAdmission:
             NeverFitsError, InvalidRequestError: it can never be served, see ``check_admissible``.
             QueueFullError: it cannot be served soon.
         """
+        check_admissible(request, live, self._state.config, self._state.cache)
+        if (error := self.foresee(request, counts=True)) is not None:
+            raise error
+        if request.asked.fork_of is None and request.asked.resumed is None:
+            self.forecast.on_arrival(request)
+
+    def foresee(self, request: Request, *, counts: bool) -> QueueFullError | None:
+        """Return why a request, which an empty engine could serve, is refused if it arrives now;
+        None if it may be queued. Its forecast is set. ``counts``: a refused caller is told so."""
+        comes_back_at = self._comes_back_at
+        try:
+            self._judge(request)
+        except QueueFullError as error:
+            if counts:
+                self._state.totals.refused[error.reason] += 1
+            else:
+                self._comes_back_at = comes_back_at
+            return error
+        return None
+
+    def _judge(self, request: Request) -> None:
         state, asked = self._state, request.asked
-        check_admissible(request, live, state.config, state.cache)
         # a request with its own target is demoted no sooner than it would without one
         least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
         request.set_targets(state.policy.assumed(request), least_ttft)
@@ -127,7 +147,6 @@ class RequestAdmission:
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
-        self.forecast.on_arrival(request)
 
     def _room_in(self, request: Request, predicted: float, now: float) -> float:
         """Return the seconds until a request that would wait too long can be accepted: after those
@@ -176,7 +195,6 @@ class RequestAdmission:
             raise self._refusal("queue-share", why, predicted)
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
-        self._state.totals.refused[reason] += 1
         # no advised wait is longer than the longest target that a caller may set
         most = _MOST_RETRY if reason == "predicted-ttft" else MAX_SECONDS
         wait = min(max(_RETRY_SECONDS if seconds is None else seconds, _LEAST_RETRY), most)
@@ -242,6 +260,7 @@ class RequestAdmission:
         if reason != "expired" and seconds is not None:
             seconds = self._room_in(request, seconds, now)
         error = self._refusal(reason, why, seconds)
+        self._state.totals.refused[reason] += 1
         return Expired(request.request_id, error, tuple(fork.request_id for fork in forks))
 
 

@@ -41,6 +41,23 @@ def test_the_queue_is_bounded() -> None:
     assert dict(driver.scheduler.stats().refused) == {"queue-full": 1}
 
 
+def test_what_an_arrival_would_get_is_foreseen() -> None:
+    driver = warm(max_num_seqs=1, max_num_waiting=1)
+    idle, runs = make_request("idle", 10), make_request("runs", 10)
+    assert driver.scheduler.foresee(idle) is None
+    driver.add(runs)
+    assert idle.history.predicted_ttft == runs.history.predicted_ttft is not None
+    driver.step()
+    driver.add(make_request("waits", 4))
+    error = driver.scheduler.foresee(make_request("c", 4))
+    assert error is not None and error.reason == "queue-full"
+    assert not driver.scheduler.stats().refused, "it was only asked"
+    assert driver.scheduler.foresee(make_request("d", 4), counts=True) is not None
+    assert dict(driver.scheduler.stats().refused) == {"queue-full": 1}
+    driver.run()
+    assert not {"idle", "c", "d"} & set(driver.finished)
+
+
 def test_forks_count_before_they_come() -> None:
     """The choices of one request find places together or not at all."""
     driver = Driver(max_num_seqs=1, max_num_waiting=4, num_blocks=200)
