@@ -27,7 +27,8 @@ ROOT: Final = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.common.processes import Command  # noqa: E402
-from benchmarks.vllm.live import Work, measure  # noqa: E402
+from benchmarks.common.unmeasured import Unmeasured  # noqa: E402
+from benchmarks.vllm.live import Windows, Work, measure  # noqa: E402
 
 PARTS: Final = ("probe", "paced")
 VOCABULARY: Final = 32_000
@@ -87,15 +88,17 @@ def main() -> int:
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"there is no part {', '.join(unknown)}; parts are {', '.join(PARTS)}")
     results: dict[str, Any] = {}
+    failed = Unmeasured()
     if "probe" in parts:
         results["probe"] = probe()
         print(results["probe"])
     if "paced" in parts:
         with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as logs:
-            peer = Gpu(Path(model))
-            results["paced"] = measure(peer, WORK, Path(logs), (1.2, 1.5), given.seconds)
-    print(json.dumps({"bench": "gpu", "results": results}))
-    return 0
+            found = results["paced"] = dict[str, Any]()
+            windows = Windows(capacity=20.0, rate=given.seconds, sustained=given.seconds)
+            measure(Gpu(Path(model)), WORK, Path(logs), (1.2, 1.5), windows, failed, found)
+    print(json.dumps({"bench": "gpu", "results": results, "absent": failed.reasons}))
+    return failed.exit_code
 
 
 if __name__ == "__main__":

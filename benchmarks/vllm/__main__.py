@@ -19,16 +19,20 @@ and the mirror add.
 
 Live (``live``). vLLM's server with the default model in bfloat16. Its capacity is measured first,
 by a closed loop. Then come Poisson arrivals at multiples of it: vLLM as it is (``plain``), with the
-best of a few numbers of tokens a step and of requests (``tuned``), and with the core's plan
-(``paced``), one after another. Targets: first token within 2 s, 100 ms a token after that.
+core's plan (``paced``), and with the best of a few numbers of tokens a step and of requests
+(``tuned``), one after another. Targets: first token within 2 s, 100 ms a token after that.
 ``possible`` is capacity / rate. A request that is refused, or not complete within 30 s, counts as
-not kept.
+not kept. ``sustained`` goes on with the core's plan at the highest rate for five minutes, and
+``below_capacity`` is half of the capacity. ``identical_greedy`` is the share of greedy answers that
+are those of ``plain``, asked alone and together: in bfloat16 an answer depends on what else is in a
+step (``make test-upstreams KINDS=paced`` compares them in float32).
 
-QUICK=1 runs a fifth of the arrivals, and one live rate for 30 s with fewer tries. PARTS chooses of
-virtual and live, RATE_SECONDS=n is the time of each live rate (60), and VLLM=0.31.0 another
-version, in a folder of its own. Parts that were not run are absent, and named in ``not_run``.
+QUICK=1 runs a fifth of the arrivals, and one live rate with fewer tries. PARTS chooses of virtual
+and live, RATE_SECONDS=n is the time of each live rate (30), SUSTAINED_SECONDS=n that of the
+sustained one (300), and VLLM=0.31.0 another version, in a folder of its own. What was not measured
+is absent, and named in ``absent`` with the reason, or in ``not_run``.
 
-The last line is JSON.
+The last line is JSON, also after SIGTERM.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ from benchmarks.common.ours import our_places
 from benchmarks.common.processes import REPOSITORY, Unavailable
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.peers.vllm_cpu import VERSION, VllmCpu
-from benchmarks.vllm.live import Work, measure
+from benchmarks.vllm.live import Windows, Work, measure
 from paceline.bench.machine import machine
 
 PARTS: Final = ("virtual", "live")
@@ -156,36 +160,38 @@ def main() -> int:
         print(f"there is no part {', '.join(unknown)}; parts are {', '.join(PARTS)}",
               file=sys.stderr)  # fmt: skip
         return 2
-    seconds = float(os.environ.get("RATE_SECONDS", "30" if quick else "60"))
+    rate = float(os.environ.get("RATE_SECONDS", "30"))
+    sustained = max(rate, float(os.environ.get("SUSTAINED_SECONDS", rate if quick else "300")))
     places, vocabulary = our_places()
     version = os.environ.get("VLLM", VERSION)
     peer = VllmCpu(places, version)
     results: dict[str, Any] = {}
     failed = Unmeasured()
     try:
-        peer.setup()
-    except Unavailable as error:
-        print(f"vLLM is absent: {error}", file=sys.stderr)
-        failed.reasons["vllm"] = str(error)
-        parts = ()
-    if "virtual" in parts:
-        with failed.part("virtual"):
-            results["virtual"] = found = virtual(peer, quick)
-            for name in ("overhead_us_per_step", "fairness_p99_ratio", "retry_after_kept"):
-                results[name] = found.pop(name)
-            amended = [each["paced"]["amended"] for each in found["rates"].values()]
-            results["amended_share"] = max(amended)
-    if "live" in parts:
-        with failed.part("live"), tempfile.TemporaryDirectory() as folder:
-            multiples = (1.5,) if quick else (1.2, 1.5)
+        with failed.part("vllm"):
+            peer.setup()
+        if failed.reasons:
+            parts = ()
+        if "virtual" in parts:
+            with failed.part("virtual"):
+                results["virtual"] = found = virtual(peer, quick)
+                for name in ("overhead_us_per_step", "fairness_p99_ratio", "retry_after_kept"):
+                    results[name] = found.pop(name)
+                amended = [each["paced"]["amended"] for each in found["rates"].values()]
+                results["amended_share"] = max(amended)
+        if "live" in parts:
             work = Work(vocabulary=vocabulary)
-            work = replace(work, tuned=work.tuned[:2]) if quick else work
-            results |= measure(peer, work, Path(folder), multiples, seconds)
-    report = {"bench": "vllm", "results": results, "machine": machine(), "quick": quick}
-    report["version"] = version
-    if left := [part for part in PARTS if part not in chosen]:
-        report["not_run"] = left
-    print(json.dumps(report | ({"absent": failed.reasons} if failed.reasons else {})))
+            work = replace(work, tuned=work.tuned[:1]) if quick else work
+            windows = Windows(capacity=min(25.0, rate), rate=rate, sustained=sustained)
+            with failed.part("live"), tempfile.TemporaryDirectory() as folder:
+                multiples = (1.5,) if quick else (1.2, 1.5)
+                measure(peer, work, Path(folder), multiples, windows, failed, results)
+    finally:
+        report = {"bench": "vllm", "results": results, "machine": machine(), "quick": quick}
+        report["version"] = version
+        if left := [part for part in PARTS if part not in chosen]:
+            report["not_run"] = left
+        print(json.dumps(report | ({"absent": failed.reasons} if failed.reasons else {})))
     return failed.exit_code
 
 

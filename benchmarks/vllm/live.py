@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import statistics
 import sys
 import time
@@ -14,16 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from benchmarks.common.client import Timing, check_answered, complete, get
+from benchmarks.common.client import Timing, check_answered, complete, exchange, get
 from benchmarks.common.load import FIRST_ID
 from benchmarks.common.processes import REPOSITORY, Command, Process, Unavailable, free_port
+from benchmarks.common.unmeasured import Unmeasured
 
-__all__ = ["Contender", "Served", "Work", "figures", "measure", "requests_at", "served"]
+__all__ = [
+    "Contender", "Served", "Windows", "Work", "figures", "measure", "requests_at", "served",
+]  # fmt: skip
 
 # most seconds from arrival to the last token; what takes longer is given up by its caller
 PATIENCE: Final = 30.0
-# seconds for which the capacity is measured
-CAPACITY_SECONDS: Final = 40.0
+# multiple of the capacity at which nothing may be lost
+BELOW: Final = 0.5
+# prompts whose greedy answers are compared
+GREEDY: Final = 6
 PACED: Final = (
     "--scheduler-cls", "paceline.vllm.PacedScheduler", "--middleware", "paceline.vllm.Admission",
     "--additional-config", '{"paceline": {"policy": "deadline"}}',
@@ -49,6 +55,16 @@ class Work:
     def ttft_of(self, request: _Request) -> float:
         """Return the target of a request for its first token."""
         return self.ttft[len(request.prompt) >= self.long[0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Seconds of each measurement."""
+
+    capacity: float
+    # arrivals at each rate, and at the highest one with the core's plan
+    rate: float
+    sustained: float
 
 
 class Served(Protocol):
@@ -88,6 +104,8 @@ def served(peer: Served, contender: Contender, folder: Path) -> Iterator[tuple[i
         else:
             raise Unavailable(f"{contender.name} did not start: {process.tail()}")
         yield port, model
+        if not process.alive:
+            raise Unavailable(f"{contender.name} ended under load: {process.tail()}")
 
 
 @dataclass(frozen=True)
@@ -181,52 +199,109 @@ def figures(
 
 
 def measure(
-    peer: Served, work: Work, folder: Path, multiples: Sequence[float], seconds: float
-) -> dict[str, Any]:
-    """Return the figures of the live part, and print them as they come. Raises Unavailable."""
+    peer: Served, work: Work, folder: Path, multiples: Sequence[float], windows: Windows,
+    failed: Unmeasured, found: dict[str, Any],
+) -> None:  # fmt: skip
+    """Fill ``found`` with the figures of the live part, and print them as they come. A server that
+    fails ends its own figures alone; without the first one there is no capacity."""
     rates: dict[str, dict[str, Any]] = {}
+    found["rates"] = rates
     plain, paced = Contender("plain"), Contender("paced", PACED, paced=True)
-    with served(peer, plain, folder) as (port, model):
-        asyncio.run(_warm(port, model, work))
-        capacity = asyncio.run(_saturate(port, model, work, CAPACITY_SECONDS))
-        print(f"capacity: {capacity:.2f} requests a second", file=sys.stderr)
-        plans = {
-            f"{multiple:g}": requests_at(multiple * capacity, seconds, work, seed=1)
-            for multiple in (*multiples, 0.5)
+    answers: list[list[int]] = []
+    plans: dict[str, list[_Request]] = {}
+
+    def window(server: tuple[int, str], contender: Contender, name: str) -> dict[str, Any]:
+        return _run(*server, plans[name], contender, work, name, windows.rate)
+
+    with failed.part("plain"), served(peer, plain, folder) as server:
+        asyncio.run(_warm(*server, work))
+        answers += asyncio.run(_greedy(*server, work, together=False))
+        capacity = asyncio.run(_saturate(*server, work, windows.capacity))
+        found["capacity_per_s"] = round(capacity, 3)
+        _say(f"capacity: {capacity:.2f} requests a second")
+        for multiple in (*multiples, BELOW):
+            name = f"{multiple:g}"
+            plans[name] = requests_at(multiple * capacity, windows.rate, work, seed=1)
+            rates[name] = {"possible": round(min(1.0, 1.0 / multiple), 3)}
+            rates[name]["plain"] = window(server, plain, name)
+    if not plans:
+        return
+    highest = f"{max(multiples):g}"
+    with failed.part("paced"), served(peer, paced, folder) as server:
+        asyncio.run(_warm(*server, work))
+        found["identical_greedy"] = {
+            "alone": _same(answers, asyncio.run(_greedy(*server, work, together=False))),
+            "together": _same(answers, asyncio.run(_greedy(*server, work, together=True))),
         }
-        for name, plan in plans.items():
-            rates[name] = {"possible": round(min(1.0, 1.0 / float(name)), 3)}
-            rates[name]["plain"] = _run(port, model, plan, plain, work, name, seconds)
-    tuned = [
-        Contender(
-            f"tuned-{tokens}-{seqs}",
-            ("--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs)),
-        )
-        for tokens, seqs in work.tuned
-    ]
-    for contender in (paced, *tuned):
-        with served(peer, contender, folder) as (port, model):
-            asyncio.run(_warm(port, model, work))
-            for name, plan in plans.items():
-                found = _run(port, model, plan, contender, work, name, seconds)
-                if contender.paced:
-                    rates[name]["paced"] = found
-                elif found["kept"] >= rates[name].get("tuned", {"kept": -1.0})["kept"]:
-                    rates[name]["tuned"] = found | {"flags": " ".join(contender.flags)}
-    below = rates.pop("0.5")
-    return {"capacity_per_s": round(capacity, 3), "rates": rates, "below_capacity": below}
+        for name in (name for name in plans if name != highest):
+            rates[name]["paced"] = window(server, paced, name)
+        # the same arrivals, and then more of them
+        longer = requests_at(float(highest) * capacity, windows.sustained, work, seed=1)
+        timings = asyncio.run(_replay(*server, longer, work, paced=True))
+        count = len(plans[highest])
+        first = figures(plans[highest], timings[:count], work, windows.rate)
+        rates[highest]["paced"] = first
+        _say(f"  {highest:>4} x capacity, {paced.name:14} {first}")
+        found["sustained"] = {"rate": float(highest), "seconds": windows.sustained}
+        found["sustained"] |= figures(longer, timings, work, windows.sustained)
+        _say(f"  {highest:>4} x capacity, sustained      {found['sustained']}")
+        found["amended_share_live"] = asyncio.run(_amended(server[0]))
+    for tokens, seqs in work.tuned:
+        flags = ("--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs))
+        tried = Contender(f"tuned-{tokens}-{seqs}", flags)
+        with failed.part(tried.name), served(peer, tried, folder) as server:
+            asyncio.run(_warm(*server, work))
+            for name in (name for name in plans if name != f"{BELOW:g}"):
+                best = rates[name].get("tuned", {"kept": -1.0})
+                one = window(server, tried, name) | {"flags": " ".join(flags)}
+                rates[name]["tuned"] = max(best, one, key=lambda each: each["kept"])
+    found["below_capacity"] = rates.pop(f"{BELOW:g}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _run(
-    port: int,
-    model: str,
-    plan: Sequence[_Request],
-    contender: Contender,
-    work: Work,
-    name: str,
+    port: int, model: str, plan: Sequence[_Request], contender: Contender, work: Work, name: str,
     seconds: float,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     timings = asyncio.run(_replay(port, model, plan, work, paced=contender.paced))
     found = figures(plan, timings, work, seconds)
-    print(f"  {name:>4} x capacity, {contender.name:14} {found}", file=sys.stderr, flush=True)
+    _say(f"  {name:>4} x capacity, {contender.name:14} {found}")
     return found
+
+
+async def _greedy(port: int, model: str, work: Work, *, together: bool) -> list[list[int]]:
+    """Return the tokens of greedy answers to a few prompts, one after another or all at once."""
+    plan = requests_at(1_000.0, 1.0, work, seed=9)[:GREEDY]
+
+    async def one(prompt: list[int]) -> list[int]:
+        body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        body |= {"return_token_ids": True}
+        async with asyncio.timeout(300.0), exchange(port, "/v1/completions", body) as answer:
+            tokens: list[int] = json.loads(await answer.body())["choices"][0]["token_ids"]
+            return tokens
+
+    if together:
+        return list(await asyncio.gather(*(one(each.prompt) for each in plan)))
+    return [await one(each.prompt) for each in plan]
+
+
+def _same(expected: Sequence[list[int]], got: Sequence[list[int]]) -> float:
+    """Return the share of equal answers."""
+    same = sum(one == other for one, other in zip(expected, got, strict=True))
+    return round(same / len(expected), 3)
+
+
+async def _amended(port: int) -> float:
+    """Return the share of steps of which vLLM ran something else than planned."""
+    _, text = await get(port, "/metrics", timeout=30.0)
+    counts = [
+        float(found[1])
+        for name in ("vllm_amended_steps", "steps")
+        if (found := re.search(rf"^paceline:{name}_total\{{.*\}} (\S+)$", text.decode(), re.M))
+    ]
+    if len(counts) < 2:
+        raise Unavailable("/metrics has no line of the plug-in")
+    return round(counts[0] / max(1.0, counts[1]), 5)

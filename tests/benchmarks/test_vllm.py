@@ -11,6 +11,8 @@ WORK = Work(vocabulary=1_000, short=(4, 8), long=(20, 30), outputs=(3, 3), ttft=
 def test_requests_are_the_same_for_everybody() -> None:
     plan = requests_at(20.0, 10.0, WORK, seed=3)
     assert plan == requests_at(20.0, 10.0, WORK, seed=3) != requests_at(20.0, 10.0, WORK, seed=4)
+    longer = requests_at(20.0, 30.0, WORK, seed=3)
+    assert longer[: len(plan)] == plan, "the sustained rate begins with the same arrivals"
     assert 150 < len(plan) < 250 and all(0.0 < request.at < 10.0 for request in plan)
     long = [request for request in plan if len(request.prompt) >= 20]
     assert 0.05 < len(long) / len(plan) < 0.3

@@ -26,7 +26,7 @@ REFUSED = {
     "retry_after": 2.5, "reason": "queue-full", "param": None,
 }  # fmt: skip
 TIMELINE = Timeline((("tokens", 0.25),), 2, 0, 0, 0, False, 0.5)
-SERVED = {
+SERVED: dict[str, Any] = {
     "refusal": None, "timeline": TIMELINE._asdict(), "ttft": 0.4, "tokens_per_second": 20.0,
     "targets": {"ttft_ms": 500.0},
     "violated": [],
@@ -338,12 +338,10 @@ def test_refused_before_vllm_sees_it(engine: Engine) -> None:
     first, second = engine.foreseen
     tag = first["foresee"]["arguments"]["paceline_tag"]
     assert tag == headers["x-paceline-request"]
-    assert "counts" not in first and second == first | {"counts": 7}, "it counts once"
+    assert "counts" not in first and second == {**first, "counts": 7}, "it counts once"
 
 
 def test_engine_that_would_take_it_gets_it(engine: Engine) -> None:
-    second = Engine()
-    second.channel.close()
     for forecast in (FREE, None):
         engine.forecast = forecast
         assert post(App(200, b"{}"), {})[0] == 200
@@ -410,7 +408,8 @@ def test_prediction(engine: Engine, forecast: Any, answer: Any) -> None:
 
 def test_predictions_of_bad_bodies(engine: Engine) -> None:
     app = App(200, path="/paceline/predict")
-    for bad in (b"no JSON", [], {"slo": {"ttft_ms": 0}}):
+    bodies: tuple[Any, ...] = (b"no JSON", [], {"slo": {"ttft_ms": 0}})
+    for bad in bodies:
         assert post(app, bad)[0] == 400
     assert not engine.foreseen
     # the engine has ended, or vLLM schedules by itself
