@@ -57,6 +57,8 @@ class Case:
     tokens: int = 8192
     seqs: int = 256
     blocks: int = 30_000
+    # target of a token after the first, s
+    tpot: float = TPOT
     # shares of requests that are aborted at some time, and that begin like others
     aborted: float = 0.0
     shared: float = 0.0
@@ -92,6 +94,7 @@ class Job:
     prompt: int
     output: int
     ttft: float
+    tpot: float
     abort_after: float | None
     judged: bool = True
     refusals: int = 0
@@ -104,7 +107,7 @@ class Job:
         """Return whether both targets were met."""
         each = (self.last - self.first) / max(1, len(self.tokens) - 1)
         complete = len(self.tokens) == self.output
-        return complete and self.first - self.arrival <= self.ttft and each <= TPOT
+        return complete and self.first - self.arrival <= self.ttft and each <= self.tpot
 
 
 class Own:
@@ -194,7 +197,7 @@ def _tenant(case: Case, tenant: str, rate: float, count: int, seed: int) -> Iter
             tokens[: len(prefix)] = prefix[:prompt]
         gone = chance.expovariate(0.5) if chance.random() < case.aborted else None
         ttft = LONG_TTFT if prompt > LONG else SHORT_TTFT
-        targets: dict[str, Any] = {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * TPOT}
+        targets: dict[str, Any] = {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * case.tpot}
         targets |= {"tenant": tenant} if tenant else {}
         sampling = SamplingParams(
             max_tokens=output, temperature=0.0, ignore_eos=True, extra_args=targets
@@ -202,7 +205,7 @@ def _tenant(case: Case, tenant: str, rate: float, count: int, seed: int) -> Iter
         request = Request(
             f"{tenant}{number}", tokens, sampling, None, arrival_time=at, block_hasher=hasher
         )
-        yield Job(request, at, prompt, output, ttft, gone, tenant != "flood")
+        yield Job(request, at, prompt, output, ttft, case.tpot, gone, tenant != "flood")
 
 
 class Run:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol
 
+from paceline.http.errors import HttpError
+from paceline.http.fields import show
 from paceline.server.observability.snapshot.frame import Frame, make_frame
 from paceline.server.observability.snapshot.scrape import Scrape
 
-__all__ = ["WINDOWS", "Promises", "Readable"]
+__all__ = ["WINDOWS", "Promises", "Readable", "window_of"]
 
 # periods that can be requested, in seconds; 0: since start
 WINDOWS: Final = (60, 600, 0)
@@ -32,6 +34,15 @@ _SHARED: Final = 1.0
 _STALE: Final = 90.0
 # maximum tenants shown, in order of tokens
 _TENANTS: Final = 50
+
+
+def window_of(query: Mapping[str, str]) -> int:
+    """Return the period that a query's ``seconds`` ask for. Raises HttpError."""
+    value = query.get("seconds", "60")
+    if value not in map(str, WINDOWS):
+        known = ", ".join(map(str, WINDOWS))
+        raise HttpError(400, f"seconds must be one of {known} (0: since start), got {show(value)}")
+    return int(value)
 
 
 class Readable(Protocol):

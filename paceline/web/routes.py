@@ -17,16 +17,10 @@ types in.
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import ipaddress
 import json
-import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -40,94 +34,14 @@ from paceline.http.sse import STREAM_HEADERS
 from paceline.http.web import host_name
 from paceline.server.generation.service import Service
 from paceline.server.transport.responses import answering
+from paceline.web.assets import BUILT_IN, Assets, load_assets
 from paceline.web.feed import Feed, TooManyViewersError
 from paceline.web.what_if.routes import Handler, what_if_routes
 
 if TYPE_CHECKING:
     from paceline.web.promises import Promises
 
-__all__ = ["BUILT_IN", "SECURITY_HEADERS", "Asset", "Assets", "load_assets", "ui_router"]
-
-BUILT_IN: Final = Path(__file__).parent / "static"
-_PAGE: Final = "index.html"
-# placeholder of the version in index.html
-_VERSION_MARK: Final = b"{{version}}"
-_TYPES: Final = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".json": "application/json",
-    ".txt": "text/plain; charset=utf-8",
-}
-# limits, because a folder given by --ui-dir could hold anything
-_MAX_FILES: Final = 500
-_MAX_BYTES: Final = 8 * 2**20
-
-SECURITY_HEADERS: Final[Mapping[str, str]] = {
-    # only this server's own files run, and no string ever becomes HTML or a script
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
-}
-
-_log = logging.getLogger("paceline.server")
-
-
-@dataclass(frozen=True, slots=True)
-class Asset:
-    """One file: its bytes plain and compressed, its type and its tag."""
-
-    body: bytes
-    packed: bytes
-    media_type: str
-    etag: str
-
-    @classmethod
-    def of(cls, body: bytes, suffix: str) -> Asset:
-        # a fixed time, so that equal bytes compress alike
-        packed = gzip.compress(body, 9, mtime=0)
-        return cls(body, packed, _TYPES[suffix], f'"{hashlib.sha256(body).hexdigest()[:20]}"')
-
-
-@dataclass(frozen=True, slots=True)
-class Assets:
-    """All files by path below the folder. ``version`` is a digest of them all, part of their URLs,
-    so that browsers can cache each file for good."""
-
-    files: Mapping[str, Asset]
-    version: str
-    page: Asset
-
-
-def load_assets(folder: Path) -> Assets | None:
-    """Return the files of ``folder``; None, with a line in the log, if it has no page."""
-    found: dict[str, bytes] = {}
-    size = 0
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in _TYPES and path.is_file():
-            body = path.read_bytes()
-            size += len(body)
-            found[path.relative_to(folder).as_posix()] = body
-            if len(found) > _MAX_FILES or size > _MAX_BYTES:
-                _log.warning("ui_unserved reason=too_large files=%d bytes=%d", len(found), size)
-                return None
-    if _PAGE not in found:
-        _log.warning("ui_unserved reason=no_page")
-        return None
-    digest = hashlib.sha256()
-    for name, body in found.items():
-        digest.update(f"{name}\0{len(body)}\0".encode() + body)
-    version = digest.hexdigest()[:16]
-    page = Asset.of(found.pop(_PAGE).replace(_VERSION_MARK, version.encode()), ".html")
-    files = {name: Asset.of(body, Path(name).suffix) for name, body in found.items()}
-    return Assets(files, version, page)
-
+__all__ = ["ui_router"]
 
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _FRAMES: Final = "application/octet-stream"
@@ -138,7 +52,6 @@ _API_HEADERS: Final = {
 }
 # maximum characters of a key's name
 _MOST_FIND: Final = 64
-_FOR_GOOD: Final = "public, max-age=31536000, immutable"
 
 
 def ui_router(service: Service) -> APIRouter:
@@ -167,19 +80,11 @@ def ui_router(service: Service) -> APIRouter:
 
     async def page(request: Request) -> Response:
         _refuse_strange_names(request, service)
-        name = request.path_params.get("tab", "")
-        if "/" in name or "." in name:
-            raise HttpError(404, "the page has no such file")
-        return _answer(request, assets().page, "no-cache")
+        return assets().response(request, request.path_params.get("tab", ""))
 
     async def file(request: Request) -> Response:
         _refuse_strange_names(request, service)
-        found = assets()
-        asset = found.files.get(request.path_params["path"])
-        if asset is None:
-            raise HttpError(404, "the page has no such file")
-        current = request.path_params["version"] == found.version
-        return _answer(request, asset, _FOR_GOOD if current else "no-cache")
+        return assets().response(request, "v/{version}/{path}".format(**request.path_params))
 
     feed = None
     if config.timeline_history:
@@ -214,8 +119,11 @@ def ui_router(service: Service) -> APIRouter:
         return Promises(service.metrics)
 
     async def promises(request: Request) -> Response:
+        # imported on first use, so that it does not slow start-up
+        from paceline.web.promises import window_of
+
         _refuse_strange_names(request, service)
-        told = watched().tell(_window(request))
+        told = watched().tell(window_of(request.query_params))
         return Response(json.dumps(told), media_type="application/json", headers=_API_HEADERS)
 
     for method, path, handler in what_if_routes(service, feed, _API_HEADERS):
@@ -267,16 +175,6 @@ def _range(request: Request) -> tuple[tuple[int, int] | None, float]:
     return None, float(seconds)
 
 
-def _window(request: Request) -> int:
-    from paceline.web.promises import WINDOWS
-
-    value = request.query_params.get("seconds", "60")
-    if value not in map(str, WINDOWS):
-        known = ", ".join(map(str, WINDOWS))
-        raise HttpError(400, f"seconds must be one of {known} (0: since start), got {show(value)}")
-    return int(value)
-
-
 def _flag(request: Request, name: str) -> bool:
     value = request.query_params.get(name, "0")
     if value not in ("0", "1"):
@@ -287,22 +185,6 @@ def _flag(request: Request, name: str) -> bool:
 def _to_page() -> Response:
     # relative: a proxy may serve this below the root of its host
     return Response(status_code=307, headers={"Location": "ui/", "Vary": "Accept"})
-
-
-def _answer(request: Request, asset: Asset, keep: str) -> Response:
-    headers = {
-        **SECURITY_HEADERS,
-        "Cache-Control": keep,
-        "ETag": asset.etag,
-        "Vary": "Accept-Encoding",
-    }
-    if request.headers.get("if-none-match") == asset.etag:
-        return Response(status_code=304, headers=headers)
-    body = asset.body
-    if "gzip" in request.headers.get("accept-encoding", "") and len(asset.packed) < len(body):
-        body = asset.packed
-        headers["Content-Encoding"] = "gzip"
-    return Response(body, media_type=asset.media_type, headers=headers)
 
 
 async def _by_own_name(service: Service, handler: Handler, request: Request) -> Response:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.processes import Unavailable
-from paceline.web.routes import BUILT_IN
+from paceline.web.assets import BUILT_IN
 from tests.clients.typescript.compiler import find, install
 
 UI = Path(__file__).parents[2] / "ui"

@@ -1,7 +1,8 @@
 """vLLM's CPU build with our scheduler and middleware inside: one live server and its checks.
 
 The server runs in float32, so that an answer does not depend on what else is in a step, and holds
-few requests, so that some are refused. The flags are those of docs/start/vllm.md.
+few requests, so that some are refused. The flags are those of docs/start/vllm.md. Its recording is
+simulated once it has ended.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +20,24 @@ from typing import Any
 
 import httpx
 
+from benchmarks.common.ours import our_places
 from benchmarks.peers.vllm_cpu import VllmCpu
 from benchmarks.vllm.live import Contender, served
+from paceline.checkpoints.open import open_checkpoint
+from paceline.gateway.settings.engine_types import KINDS, kind_of_metrics, read_pressure
+from tests.checkpoints.adapters import random_pairs, write_peft
 
-__all__ = ["CHECKS", "Server", "paced_server", "plain_answers"]
+__all__ = ["CHECKS", "Server", "paced_server", "plain_answers", "simulated"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "vllm.md"
-_FLAGS = ("--dtype", "float32", "--max-num-seqs", "2", "--enforce-eager")
+_FLAGS = (
+    "--dtype", "float32", "--max-num-seqs", "2", "--enforce-eager",
+    "--enable-lora", "--max-loras", "1", "--max-lora-rank", "8",
+)  # fmt: skip
+_ADAPTERS = ("one", "two")
 # beyond the page's settings: requests are refused for their number alone, however slow the machine
 _SETTINGS = {"max_num_waiting": 6, "max_predicted_ttft_s": 3_600}
+_RECORDING = "steps.jsonl"
 _PROMPTS = tuple(f"Count from {n} on: {n}, {n + 1}, {n + 2}," for n in (1, 7, 20, 55, 90, 340))
 _TOKENS = 24
 _SLO = {"ttft_ms": 20_000, "tpot_ms": 5_000}
@@ -47,7 +59,7 @@ class Server:
         self.client, self.model, self.plain = client, model, plain
 
     async def post(self, route: str, body: dict[str, Any], **more: Any) -> httpx.Response:
-        return await self.client.post(route, json={"model": self.model, **body}, **more)
+        return await self.client.post(route, json={"model": self.model} | body, **more)
 
     async def fate(self, answer: httpx.Response) -> Any:
         tag = answer.headers["x-paceline-request"]
@@ -60,11 +72,33 @@ def paced_server(peer: VllmCpu, folder: Path) -> Iterator[tuple[int, str]]:
     flags = _page_flags()
     at = flags.index("--additional-config") + 1
     settings = json.loads(flags[at])
-    settings["paceline"] |= _SETTINGS
+    settings["paceline"] |= _SETTINGS | {"record": str(folder / _RECORDING)}
     flags[at] = json.dumps(settings)
-    contender = Contender("paced", (*flags, *_FLAGS), paced=True)
+    contender = Contender("paced", (*flags, *_FLAGS, *_adapter_flags(folder)), paced=True)
     with served(peer, contender, folder) as (port, model):
         yield port, model
+
+
+def _adapter_flags(folder: Path) -> list[str]:
+    """Random adapters, which change answers clearly."""
+    places, _ = our_places()
+    config = open_checkpoint(places.model).config
+    flags = ["--lora-modules"]
+    for seed, name in enumerate(_ADAPTERS):
+        pairs = random_pairs(config, rank=8, seed=seed)
+        flags.append(f"{name}={write_peft(folder / name, pairs)}")
+    return flags
+
+
+def simulated(folder: Path) -> str:
+    """The recording of the server, which has ended, is a workload and has step times."""
+    path = folder / _RECORDING
+    words = ["--workload", str(path), "--step-times", f"recorded:{path}", "--json"]
+    command = [sys.executable, "-m", "paceline.cli.main", "simulate", *words]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-300:]
+    (found,) = json.loads(run.stdout)["runs"]
+    return f"{found['finished']} requests"
 
 
 def _commands() -> list[str]:
@@ -108,7 +142,7 @@ async def _targets(server: Server) -> str:
     return f"{len(_ROUTES)} routes, by body and by header"
 
 
-async def _page(server: Server) -> str:
+async def _commands_of_page(server: Server) -> str:
     """The page's requests are answered."""
     commands = _commands()[1].replace('"MODEL"', json.dumps(server.model))
     commands = commands.replace("http://localhost:8000", str(server.client.base_url))
@@ -136,20 +170,20 @@ async def _bad_targets(server: Server) -> str:
 
 
 async def _explained(server: Server) -> str:
-    """The explanation is in a whole answer, and in the last chunk of a stream."""
-    for route in ("/v1/chat/completions", "/v1/completions"):
+    """The explanation is in a whole answer, and in the last part with a usage of a stream."""
+    for route in _ROUTES:
         body = _ROUTES[route] | {"explain": True, "slo": _SLO}
         usage = (await server.post(route, body)).json()["usage"]
         assert usage["timeline"]["targets"] == _TARGETS, usage
         streamed = await server.post(route, body | {"stream": True})
-        events = [
-            json.loads(line[6:])
-            for line in streamed.text.splitlines()
-            if line.startswith("data: {")
-        ]
-        assert "timeline" in events[-1]["usage"], events[-1]
-        assert not any("timeline" in (event.get("usage") or {}) for event in events[:-1])
-    return "whole and streamed"
+        lines = [line for line in streamed.text.splitlines() if line.startswith("data: {")]
+        events = [json.loads(line[6:]) for line in lines]
+        # the usage lies in an event, or in the whole answer that the last one carries
+        told = [event.get("usage") or event.get("response", {}).get("usage") for event in events]
+        *others, last = [usage for usage in told if usage]
+        assert last["timeline"]["targets"] == _TARGETS, f"{route}: {last}"
+        assert not any("timeline" in usage for usage in others), f"{route}: {others}"
+    return f"whole and streamed, on {len(_ROUTES)} routes"
 
 
 async def _refused(server: Server) -> str:
@@ -177,14 +211,114 @@ async def _refused(server: Server) -> str:
     return f"{every.count(429)} of {len(every)}, streamed and whole, on {len(_ROUTES)} routes"
 
 
-async def _metrics(server: Server) -> str:
-    """Our lines are in /metrics, and no step was vLLM's own."""
+async def _predicted(server: Server) -> str:
+    """A prediction queues nothing; a burst is refused before vLLM sees most of it."""
+    before = await _values(server)
+    answer = await server.client.post("/paceline/predict", json=_ROUTES["/v1/completions"])
+    told = answer.json()
+    assert told["accepted"] and told["predicted_ttft_ms"] > 0.0 and told["refused"] is None, told
+    assert 1 <= told["prompt_tokens"] <= 10, told
+    body = {"prompt": "Hello, my", "max_tokens": 200}
+    running = [asyncio.create_task(server.post("/v1/completions", body)) for _ in range(12)]
+    for _ in range(600):
+        if not (told := await _foretold(server))["accepted"]:
+            break
+        await asyncio.sleep(0.1)
+    assert "wait already" in told["refused"]["message"], told
+    assert told["refused"]["retry_after"] > 0.0
+    refused = [await server.post("/v1/completions", body) for _ in range(4)]
+    for each in running:
+        each.cancel()
+    assert [each.status_code for each in refused] == [429] * 4
+    fate = await server.fate(refused[0])
+    assert fate["refused"]["reason"] == "queue-full", fate
+    await _idle(server)
+    seen = (await _values(server))["vllm:request_success"] - before["vllm:request_success"]
+    assert seen <= 12, f"vLLM saw {seen:.0f} of 16"
+    return f"{told['refused']['message']}; vLLM saw {seen:.0f} of 16"
+
+
+async def _foretold(server: Server) -> Any:
+    answer = await server.client.post("/paceline/predict", json=_ROUTES["/v1/completions"])
+    return answer.json()
+
+
+async def _values(server: Server) -> dict[str, float]:
+    """Ours of /metrics by name, and the number of requests that vLLM ended."""
     text = (await server.client.get("/metrics")).text
-    assert "vllm:num_requests_running" in text
-    values = {
+    found = {
         name: float(value)
         for name, value in re.findall(r'^(paceline:\w+)\{engine="0"\} (\S+)$', text, re.MULTILINE)
     }
+    ended = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.MULTILINE)
+    return found | {"vllm:request_success": sum(map(float, ended))}
+
+
+async def _idle(server: Server) -> None:
+    """Wait until nothing runs."""
+    for _ in range(600):
+        text = (await server.client.get("/metrics")).text
+        if 'state="running"' not in text and 'state="waiting"' not in text:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError("requests still run")
+
+
+async def _adapters(server: Server) -> str:
+    """Requests with adapters, together and next to one without, answer as they do alone."""
+    body = {"prompt": _PROMPTS[0], "max_tokens": 8, "temperature": 0, "slo": _SLO}
+
+    async def one(model: str) -> str:
+        answer = await server.post("/v1/completions", body | {"model": model})
+        assert answer.status_code == 200, f"{model}: {answer.text[:200]}"
+        assert (await server.fate(answer))["targets"] == _TARGETS
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    models = (*_ADAPTERS, server.model)
+    alone = [await one(model) for model in models]
+    assert len(set(alone)) == len(models), f"the adapters change nothing: {alone}"
+    together = await asyncio.gather(*(one(model) for model in models * 2))
+    assert together == alone * 2, f"{together} instead of {alone}"
+    return f"{len(_ADAPTERS)} adapters with --max-loras 1"
+
+
+async def _top(server: Server) -> str:
+    """``paceline top`` reads the server."""
+    command = ("-m", "paceline.cli.main", "top", str(server.client.base_url), "--once", "--json")
+    read = await asyncio.create_subprocess_exec(
+        sys.executable, *command, "--interval", "0.1", stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await read.communicate()
+    assert read.returncode == 0, output
+    frame = json.loads(output)
+    told = {each["name"]: each["attainment_since_start"] for each in frame["classes"]}
+    assert frame["running"] == 0 and told["standard"] is not None, frame
+    return f"attainment since start {told['standard']:.2f}"
+
+
+async def _ui(server: Server) -> str:
+    """A browser gets the page, and what the page asks for."""
+    page = await server.client.get("/ui/promises")
+    assert page.status_code == 200 and b"main.js" in page.content, page.status_code
+    for script in re.findall(r'src="([^"]+)"', page.text):
+        assert (await server.client.get(f"/ui/{script}")).status_code == 200, script
+    for path in ("/v1/models", "/version", "/health"):
+        assert (await server.client.get(path)).status_code == 200, path
+    told = (await server.client.get("/ui/api/promises?seconds=0")).json()
+    assert told["frame"]["attainment"] > 0.0, told
+    assert (await server.client.get("/ui/api/timeline")).status_code == 404
+    return f"attainment {told['frame']['attainment']:.2f}"
+
+
+async def _metrics(server: Server) -> str:
+    """Our lines are in /metrics, the gateway reads them, and no step was vLLM's own."""
+    text = (await server.client.get("/metrics")).text
+    assert "vllm:num_requests_running" in text
+    raw = text.encode()
+    assert kind_of_metrics(raw) == "vllm"
+    assert read_pressure(raw, KINDS["vllm"], 0.0).level == 0.0
+    values = await _values(server)
     assert values["paceline:steps_total"] > 0
     assert 'paceline:goodput_requests_total{engine="0",slo_class="standard"}' in text
     assert values["paceline:vllm_own_steps_total"] == values["paceline:vllm_faults_total"] == 0
@@ -250,23 +384,23 @@ async def _leaves(server: Server) -> str:
     async with server.client.stream("POST", "/v1/completions", json=body) as answer:
         async for _ in answer.aiter_lines():
             break
-    for _ in range(200):
-        text = (await server.client.get("/metrics")).text
-        if 'state="running"' not in text:
-            return "nothing runs"
-        await asyncio.sleep(0.1)
-    raise AssertionError("the request still runs")
+    await _idle(server)
+    return "nothing runs"
 
 
 CHECKS: Mapping[str, Callable[[Server], Awaitable[str]]] = {
     "targets by body and header": _targets,
-    "the page": _page,
+    "docs page": _commands_of_page,
     "bad targets": _bad_targets,
     "explanation": _explained,
     "429 with Retry-After": _refused,
+    "predictions": _predicted,
     "grammar": _grammar,
+    "adapters": _adapters,
     "greedy answers are vLLM's": _identical,
     "cached prefix": _prefix,
     "a caller leaves": _leaves,
+    "paceline top": _top,
+    "the page at /ui": _ui,
     "metrics": _metrics,
 }

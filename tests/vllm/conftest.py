@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.vllm import fake
+from tests.vllm.serving import Engine
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +26,11 @@ def channel_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Sockets lie in the test's own folder."""
     monkeypatch.setenv("PACELINE_VLLM_CHANNEL", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.channel.close()
+    assert not made.channel.path.exists()

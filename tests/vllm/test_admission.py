@@ -4,130 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.core.outputs import Timeline
 from paceline.gateway.settings.engine_types import KINDS, kind_of_metrics, read_pressure
 from paceline.server.observability.snapshot.frame import make_frame
 from paceline.server.observability.snapshot.scrape import parse_metrics
 from paceline.server.protocol.targets import CLASSES
 from paceline.vllm import requests
 from paceline.vllm.admission import Admission
-from paceline.vllm.channel import Channel, ask
-from paceline.vllm.foresight import question, size_of
+from paceline.vllm.channel import ask
 from paceline.vllm.metrics import METRICS, metrics_lines
-
-REFUSED = {
-    "status": 429, "message": "not accepted: 3 requests wait already; retry in 2.5 s",
-    "retry_after": 2.5, "reason": "queue-full", "param": None,
-}  # fmt: skip
-TIMELINE = Timeline((("tokens", 0.25),), 2, 0, 0, 0, False, 0.5)
-SERVED: dict[str, Any] = {
-    "refusal": None, "timeline": TIMELINE._asdict(), "ttft": 0.4, "tokens_per_second": 20.0,
-    "targets": {"ttft_ms": 500.0},
-    "violated": [],
-}  # fmt: skip
-COUNTS: dict[str, Any] = {
-    "num_steps": 7, "num_amended": 1, "num_own_steps": 0, "num_faults": 0, "demoted": 6,
-    "ended": {"standard": 3}, "kept": {"standard": 2}, "missed": [["standard", "ttft", 1]],
-    "requests": [["standard", "running", 4], ["standard", "waiting", 5]], "pressure_level": 0,
-    "step_tokens": {"prefill": 70, "decode": 14}, "wasted": {"recomputed": 1, "discarded": 2},
-    "step_seconds": {"predicted": 1.5, "actual": 1.25}, "refused": {"queue-full": 8},
-    "waited": {"slots": 2.5}, "blocked": {"slots": 1},
-}  # fmt: skip
-
-
-class Engine:
-    """The other end of a channel: one answer for the fate of every tag, and one forecast."""
-
-    def __init__(self) -> None:
-        self.fate: Any = None
-        self.forecast: Any = None
-        self.foreseen: list[Mapping[str, Any]] = []
-        self.asked: list[Mapping[str, Any]] = []
-        self.channel = Channel(self._answer)
-
-    def _answer(self, message: Mapping[str, Any]) -> Any:
-        if "foresee" in message:
-            self.foreseen.append(message)
-            return self.forecast
-        self.asked.append(message)
-        return COUNTS if "counts" in message else self.fate
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine()
-    yield made
-    made.channel.close()
-    assert not made.channel.path.exists()
-
-
-class App:
-    """Answers with a status and these parts, and keeps what it was asked."""
-
-    def __init__(
-        self, status: int, *parts: bytes, path: str = "/v1/chat/completions", fails: bool = False,
-        models: int = 200,
-    ) -> None:  # fmt: skip
-        self.status, self.parts, self.path, self.fails = status, parts, path, fails
-        # what a caller with this request's headers gets for the list of models
-        self.models = models
-        self.body: Any = None
-        self.headers: dict[bytes, bytes] = {}
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"].endswith("/v1/models"):
-            await send({"type": "http.response.start", "status": self.models, "headers": []})
-            await send({"type": "http.response.body", "body": b"{}"})
-            return
-        self.headers = dict(scope["headers"])
-        self.body = (await receive())["body"]
-        length = str(sum(map(len, self.parts))).encode()
-        head = [(b"content-type", b"application/json")]
-        head += [(b"content-length", length)] if len(self.parts) == 1 else []
-        await send({"type": "http.response.start", "status": self.status, "headers": head})
-        for number, part in enumerate(self.parts, 1):
-            more = number < len(self.parts) or self.fails
-            await send({"type": "http.response.body", "body": part, "more_body": more})
-        if self.fails:
-            raise ValueError("no event for an error")
-
-
-def post(
-    app: App,
-    body: Any,
-    headers: Sequence[tuple[str, str]] = (),
-    method: str = "POST",
-    root: str = "",
-) -> tuple[int, dict[str, str], bytes]:
-    """The status, headers and body that a caller gets."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent: list[Any] = []
-
-    async def run() -> None:
-        async def receive() -> Any:
-            return {"type": "http.request", "body": raw, "more_body": False}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        pairs = [(b"content-length", str(len(raw)).encode())]
-        pairs += [(name.encode(), value.encode()) for name, value in headers]
-        scope = {"type": "http", "method": method, "path": root + app.path, "headers": pairs}
-        scope |= {"root_path": root}
-        await Admission(app)(scope, receive, send)
-
-    asyncio.run(run())
-    assert [each["type"] for each in sent] == [
-        "http.response.start", *["http.response.body"] * (len(sent) - 1),
-    ]  # fmt: skip
-    found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], found, b"".join(each["body"] for each in sent[1:])
+from tests.vllm.serving import COUNTS, REFUSED, SERVED, App, Engine, post
 
 
 def arguments(body: dict[str, Any], headers: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
@@ -322,98 +213,6 @@ def test_first_part_of_an_answer_is_sent_at_once(first: bytes) -> None:
 def test_without_an_engine() -> None:
     assert post(App(500, b'{"error": {}}'), {})[0] == 500
     assert asyncio.run(ask({"fate": "t"})) == []
-
-
-# ---------------------------------------------------------------- before vLLM
-FULL = {"engine": 7, "predicted_ttft": 2.5, "prompt_tokens": 9, "refusal": REFUSED}
-FREE = FULL | {"refusal": None, "predicted_ttft": 0.25}
-
-
-def test_refused_before_vllm_sees_it(engine: Engine) -> None:
-    engine.forecast = FULL
-    app = App(200, b"{}")
-    status, headers, body = post(app, {"messages": [{"role": "user", "content": "Hello"}]})
-    assert (status, headers["retry-after"]) == (429, "3") and app.body is None
-    assert json.loads(body)["error"]["message"] == REFUSED["message"]
-    first, second = engine.foreseen
-    tag = first["foresee"]["arguments"]["paceline_tag"]
-    assert tag == headers["x-paceline-request"]
-    assert "counts" not in first and second == {**first, "counts": 7}, "it counts once"
-
-
-def test_engine_that_would_take_it_gets_it(engine: Engine) -> None:
-    for forecast in (FREE, None):
-        engine.forecast = forecast
-        assert post(App(200, b"{}"), {})[0] == 200
-
-
-def test_unknown_caller_learns_nothing(engine: Engine) -> None:
-    engine.forecast = FULL
-    assert post(App(401, b"{}", models=401), {})[0] == 401
-    assert len(engine.foreseen) == 1, "it does not count"
-    status, _, body = post(App(401, b"{}", path="/paceline/predict", models=401), {"prompt": "a"})
-    assert status == 401 and b"predicted" not in body
-
-
-@pytest.mark.parametrize(
-    ("body", "size"),
-    [
-        ({"prompt": "abcd"}, (4, 0, 1)),
-        ({"prompt": ["abcd", "ef"]}, (6, 0, 2)),
-        ({"prompt": [5, 6, 7]}, (0, 3, 1)),
-        ({"prompt": [[5, 6], [7]]}, (0, 3, 2)),
-        ({"prompt_tokens": 300}, (0, 300, 1)),
-        ({"prompt": [], "messages": "x"}, (1, 0, 1)),
-        ({"messages": [{"content": [{"text": "abc"}, {"url": "data:xyz"}]}]}, (17, 0, 1)),
-        ({"input": "abc", "instructions": "de", "user": "nobody"}, (5, 0, 1)),
-    ],
-)
-def test_size_of_prompts(body: dict[str, Any], size: tuple[int, int, int]) -> None:
-    assert size_of(body) == size
-
-
-def test_deep_bodies_are_measured() -> None:
-    body: Any = "abc"
-    for _ in range(5_000):
-        body = [body]
-    assert size_of({"prompt": body}).characters == 3
-
-
-def test_question() -> None:
-    body = {"prompt": ["ab", "cdef"], "n": 2, "max_tokens": 5, "priority": -1}
-    asked = question(body | {"vllm_xargs": {"theirs": 1, "ttft_ms": 3.0}})
-    assert asked == {
-        "characters": 3, "tokens": 0, "max_tokens": 5, "priority": -1, "num_choices": 4,
-        "arguments": {"ttft_ms": 3.0},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("forecast", "answer"),
-    [
-        (FREE, {"accepted": True, "predicted_ttft_ms": 250.0, "refused": None}),
-        (FULL, {"accepted": False, "predicted_ttft_ms": 2500.0, "refused": REFUSED}),
-        (FREE | {"predicted_ttft": None}, {"accepted": True, "predicted_ttft_ms": None,
-                                           "refused": None}),
-    ],
-)  # fmt: skip
-def test_prediction(engine: Engine, forecast: Any, answer: Any) -> None:
-    engine.forecast = forecast
-    app = App(200, path="/paceline/predict")
-    status, _, body = post(app, {"prompt": "Hello", "slo": {"ttft_ms": 500}})
-    assert status == 200 and json.loads(body) == answer | {"prompt_tokens": 9}
-    assert engine.foreseen[0]["foresee"]["arguments"]["ttft_ms"] == 500.0
-    assert "counts" not in engine.foreseen[0] and app.body is None
-
-
-def test_predictions_of_bad_bodies(engine: Engine) -> None:
-    app = App(200, path="/paceline/predict")
-    bodies: tuple[Any, ...] = (b"no JSON", [], {"slo": {"ttft_ms": 0}})
-    for bad in bodies:
-        assert post(app, bad)[0] == 400
-    assert not engine.foreseen
-    # the engine has ended, or vLLM schedules by itself
-    assert post(app, {"prompt": "a"})[0] == 503
 
 
 # ---------------------------------------------------------------- explanations

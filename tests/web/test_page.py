@@ -17,7 +17,8 @@ from paceline.engine.local import LocalEngineClient
 from paceline.errors import ConfigError
 from paceline.http.keys import ApiKey, is_page
 from paceline.server import ServerConfig, create_app
-from paceline.web.routes import BUILT_IN, load_assets, ui_router
+from paceline.web.assets import BUILT_IN, load_assets
+from paceline.web.routes import ui_router
 
 KEY = ApiKey.of("someone", "user", "a-key-of-some-length")
 

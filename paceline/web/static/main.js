@@ -1,6 +1,6 @@
 // The shell: tabs, what the server is, the key, the theme, and the page that the address names.
 import { h, render, signal, effect, useEffect, useLayoutEffect, useRef } from "./vendor/preact.js";
-import { getJson, key, keyWanted, setKey } from "./lib/api.js";
+import { call, getJson, key, keyWanted, setKey } from "./lib/api.js";
 import { local } from "./lib/storage.js";
 import { Playground } from "./pages/playground.js";
 import { Timeline } from "./pages/timeline.js";
@@ -50,7 +50,7 @@ const problem = signal("");
 async function look() {
   try {
     const [models, version] = await Promise.all([getJson("/v1/models"), getJson("/version")]);
-    await getJson("/health");
+    await call("/health");
     server.value = { model: models.data[0].id, version: version.version };
     problem.value = "";
   } catch (error) {
