@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.vllm import fake
+from tests.vllm.loop import Loop
 from tests.vllm.serving import Engine
 
 
@@ -34,3 +35,10 @@ def engine() -> Iterator[Engine]:
     yield made
     made.channel.close()
     assert not made.channel.path.exists()
+
+
+@pytest.fixture(autouse=True)
+def shut_down() -> Iterator[None]:
+    yield
+    while Loop.made:
+        Loop.made.pop().scheduler.shutdown()

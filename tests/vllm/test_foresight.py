@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.vllm.foresight import question, size_of
+from tests.vllm.loop import Loop
 from tests.vllm.serving import REFUSED, App, Engine, post
 
 FULL = {"engine": 7, "predicted_ttft": 2.5, "prompt_tokens": 9, "refusal": REFUSED}
@@ -99,6 +100,93 @@ def test_predictions_of_bad_bodies(engine: Engine) -> None:
     assert not engine.foreseen
     # the engine has ended, or vLLM schedules by itself
     assert post(app, {"prompt": "a"})[0] == 503
+
+
+# ---------------------------------------------------------------- in the engine
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    """What the middleware asks about a request."""
+    plain = {"characters": 0, "tokens": 20, "max_tokens": 4, "priority": 0, "num_choices": 1}
+    return plain | {"arguments": {}} | more
+
+
+def test_forecast_is_what_the_door_says(paced_class: Any) -> None:
+    settings = {"paceline": {"max_num_waiting": 1}}
+    engine = Loop(paced_class, additional_config=settings, max_num_seqs=1)
+    answer = engine.scheduler.pacer.answer
+    free = answer({"foresee": asked()})
+    assert free["refusal"] is None and free["prompt_tokens"] == 20
+    for number in range(2):
+        engine.add(f"r{number}", 20, 40)
+        engine.step()
+    full = answer({"foresee": asked()})
+    assert "the limit is 1" in full["refusal"]["message"]
+    assert not answer({"counts": True})["refused"], "it was only asked"
+    assert answer({"foresee": asked(), "counts": full["engine"] + 1}) is None, "another engine's"
+    tagged = asked(arguments={"paceline_tag": "t"})
+    told = answer({"foresee": tagged, "counts": full["engine"]})
+    assert told["refusal"] == full["refusal"] == answer({"fate": "t"})["refusal"]
+    assert answer({"counts": True})["refused"] == {"queue-full": 1}
+    assert answer({"counts": True})["missed"] == [("standard", "refused", 1)]
+    engine.run()
+    assert not engine.ended.keys() - {"r0", "r1"}, "nothing was queued"
+
+
+def test_forecast_by_time(paced_class: Any) -> None:
+    settings = {"paceline": {"max_predicted_ttft_s": 1.0}}
+    engine = Loop(paced_class, additional_config=settings, max_num_seqs=2)
+    answer = engine.scheduler.pacer.answer
+    for number in range(30):
+        engine.add(f"warm{number}", 10 + number, 4)
+        engine.run()
+    idle = answer({"foresee": asked()})
+    assert idle["refusal"] is None and 0.0 < idle["predicted_ttft"] < 0.1
+    longer = answer({"foresee": asked(tokens=200)})
+    assert longer["predicted_ttft"] > idle["predicted_ttft"]
+    for number in range(120):
+        engine.add(f"r{number}", 20, 40)
+        engine.step()
+    full = answer({"foresee": asked()})
+    assert full["predicted_ttft"] > 1.0 and full["refusal"]["reason"] == "predicted-ttft"
+    advised = [
+        answer({"foresee": asked(), "counts": full["engine"]})["refusal"]["retry_after"]
+        for _ in range(3)
+    ]
+    assert advised == sorted(set(advised)), "refused callers do not all come back at once"
+    assert answer({"foresee": asked()})["refusal"]["retry_after"] > advised[-1]
+    again = answer({"foresee": asked()})["refusal"]["retry_after"]
+    assert again == answer({"foresee": asked()})["refusal"]["retry_after"], "asking moves nothing"
+
+
+def test_long_prompt_that_may_be_cached_is_passed_on(paced_class: Any) -> None:
+    settings = {"paceline": {"max_predicted_ttft_s": 0.02}}
+    engine = Loop(paced_class, additional_config=settings)
+    for number in range(30):
+        engine.add(f"warm{number}", 10 + number, 4)
+        engine.run()
+    told = engine.scheduler.pacer.answer({"foresee": asked(tokens=200)})
+    assert told["predicted_ttft"] > 0.02 and told["refusal"] is None
+
+
+def test_characters_of_a_token_are_learned(paced_class: Any) -> None:
+    engine = Loop(paced_class)
+    answer = engine.scheduler.pacer.answer
+    text = {"foresee": asked(tokens=0, characters=80)}
+    assert answer(text)["prompt_tokens"] == 20
+    for number in range(300):
+        engine.add(f"r{number}", 20, 1, extra_args={"paceline_characters": 40})
+        engine.run()
+    assert 38 <= answer(text)["prompt_tokens"] <= 40
+    # neither a longer prompt nor a longer answer than the model takes is a fault
+    most = answer({"foresee": asked(tokens=10**9, max_tokens=None)})
+    assert most["prompt_tokens"] == 255 and most["refusal"] is None
+
+
+def test_no_forecast_while_vllm_schedules_by_itself(paced_class: Any) -> None:
+    engine = Loop(paced_class)
+    engine.scheduler.pacer.give_up()
+    assert engine.scheduler.pacer.answer({"foresee": asked()}) is None
 
 
 # ---------------------------------------------------------------- the page

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -16,79 +14,11 @@ from paceline.errors import ConfigError
 from paceline.sim.recording import Recording
 from paceline.vllm.pacer import Pacer
 from tests.vllm import fake
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    while Engine.made:
-        Engine.made.pop().scheduler.shutdown()
-
-
-class Engine:
-    """vLLM's engine loop with two steps in flight, each of which takes 10 ms."""
-
-    made: ClassVar[list[Engine]] = []
-
-    def __init__(self, kind: Any, *, num_blocks: int = 64, **config: Any) -> None:
-        self.now = 0.0
-
-        class Clocked(kind):  # type: ignore[misc]
-            clock = wall = staticmethod(lambda: self.now)
-
-        self.scheduler = Clocked(fake.Config(**config), num_blocks=num_blocks)
-        self.made.append(self)
-        self.flying: deque[Any] = deque()
-        self.tokens: dict[str, list[int]] = {}
-        self.ended: dict[str, Any] = {}
-        # what each step computed
-        self.steps: list[dict[str, int]] = []
-
-    def add(self, name: str, prompt: int, max_tokens: int, **more: Any) -> fake.Request:
-        number = len(self.tokens) + 1
-        tokens = more.pop("tokens", [1000 * number + i for i in range(prompt)])
-        request = fake.Request(name, tokens, max_tokens, arrival_time=self.now, **more)
-        self.tokens[name] = []
-        self.scheduler.add_request(request)
-        return request
-
-    def step(self) -> None:
-        """Plan a step, and take in the oldest one where two are in flight or none was planned."""
-        output = self.scheduler.schedule()
-        if output.num_scheduled_tokens:
-            self.steps.append(output.num_scheduled_tokens)
-        self.flying.append(output)
-        if len(self.flying) == 2 or not output.num_scheduled_tokens:
-            self.now += 0.01
-            self._deliver(self.flying.popleft())
-
-    def _deliver(self, output: Any) -> None:
-        names = list(output.num_scheduled_tokens)
-        sampled = [[len(self.tokens[name])] if name in output.samples else [] for name in names]
-        index = {name: i for i, name in enumerate(names)}
-        result = SimpleNamespace(req_id_to_index=index, sampled_token_ids=sampled)
-        for each in self.scheduler.update_from_output(output, result).values():
-            for news in each.outputs:
-                self.tokens[news.request_id] += news.new_token_ids
-                if news.finish_reason is not None:
-                    self.ended[news.request_id] = news.finish_reason
-        pacer = self.scheduler.pacer
-        if self.scheduler._paces:
-            pacer.core.check_integrity()
-
-    def run(self, most: int = 2_000) -> None:
-        for _ in range(most):
-            if self.scheduler.has_requests():
-                self.step()
-            elif self.flying:
-                self._deliver(self.flying.popleft())
-            else:
-                return
-        raise AssertionError("requests are left")
+from tests.vllm.loop import Loop
 
 
 def test_steps_are_the_plans(paced_class: Any) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     engine.add("long", 100, 4, extra_args={"ttft_ms": 60_000})
     engine.add("short", 8, 4, extra_args={"ttft_ms": 100})
     engine.run()
@@ -111,7 +41,7 @@ def test_without_the_plug_in_arrival_decides() -> None:
 
 
 def test_request_that_is_not_ready(paced_class: Any) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     engine.scheduler.unready.add("grammar")
     engine.add("grammar", 8, 3)
     engine.add("other", 8, 6)
@@ -127,7 +57,7 @@ def test_request_that_is_not_ready(paced_class: Any) -> None:
 
 
 def test_cached_prefix_is_asked_of_vllm(paced_class: Any) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     prompt = list(range(40))
     engine.add("first", 40, 2, tokens=prompt)
     engine.run()
@@ -144,7 +74,7 @@ def test_longest_request_fits_with_several_kinds_of_layers(
     # layers with a sliding window keep few blocks, so vLLM serves what a third of the blocks
     # could not hold
     monkeypatch.setattr(fake.KVCacheManager, "num_kv_cache_groups", 3)
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     for number in range(3):
         engine.add(f"r{number}", 240, 16)
     engine.run()
@@ -156,7 +86,7 @@ def test_longest_request_fits_with_several_kinds_of_layers(
 def test_no_more_adapters_run_than_vllm_has_slots_for(paced_class: Any, seed: int) -> None:
     # vLLM counts the adapters of a step's rows, and a step may leave running requests out
     chance = random.Random(seed)
-    engine = Engine(paced_class, lora_config=SimpleNamespace(max_loras=1))
+    engine = Loop(paced_class, lora_config=SimpleNamespace(max_loras=1))
     adapters = [SimpleNamespace(lora_int_id=number) for number in (1, 2)]
     wanted = {}
     for number in range(40):
@@ -175,7 +105,7 @@ def test_no_more_adapters_run_than_vllm_has_slots_for(paced_class: Any, seed: in
 
 
 def test_stop_and_abort(paced_class: Any) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     engine.add("stops", 8, 50, stop_token=3)
     engine.add("leaves", 8, 50)
     for _ in range(6):
@@ -189,7 +119,7 @@ def test_stop_and_abort(paced_class: Any) -> None:
 
 
 def test_refused_request_ends_with_an_error(paced_class: Any) -> None:
-    engine = Engine(
+    engine = Loop(
         paced_class, additional_config={"paceline": {"max_num_waiting": 1}}, max_num_seqs=1
     )
     for number in range(4):
@@ -209,93 +139,9 @@ def test_refused_request_ends_with_an_error(paced_class: Any) -> None:
     assert engine.scheduler.pacer.answer({"fate": "nonsense"}) is None
 
 
-def asked(**more: Any) -> dict[str, Any]:
-    """What the middleware asks about a request."""
-    plain = {"characters": 0, "tokens": 20, "max_tokens": 4, "priority": 0, "num_choices": 1}
-    return plain | {"arguments": {}} | more
-
-
-def test_forecast_is_what_the_door_says(paced_class: Any) -> None:
-    settings = {"paceline": {"max_num_waiting": 1}}
-    engine = Engine(paced_class, additional_config=settings, max_num_seqs=1)
-    answer = engine.scheduler.pacer.answer
-    free = answer({"foresee": asked()})
-    assert free["refusal"] is None and free["prompt_tokens"] == 20
-    for number in range(2):
-        engine.add(f"r{number}", 20, 40)
-        engine.step()
-    full = answer({"foresee": asked()})
-    assert "the limit is 1" in full["refusal"]["message"]
-    assert not answer({"counts": True})["refused"], "it was only asked"
-    assert answer({"foresee": asked(), "counts": full["engine"] + 1}) is None, "another engine's"
-    tagged = asked(arguments={"paceline_tag": "t"})
-    told = answer({"foresee": tagged, "counts": full["engine"]})
-    assert told["refusal"] == full["refusal"] == answer({"fate": "t"})["refusal"]
-    assert answer({"counts": True})["refused"] == {"queue-full": 1}
-    assert answer({"counts": True})["missed"] == [("standard", "refused", 1)]
-    engine.run()
-    assert not engine.ended.keys() - {"r0", "r1"}, "nothing was queued"
-
-
-def test_forecast_by_time(paced_class: Any) -> None:
-    settings = {"paceline": {"max_predicted_ttft_s": 1.0}}
-    engine = Engine(paced_class, additional_config=settings, max_num_seqs=2)
-    answer = engine.scheduler.pacer.answer
-    for number in range(30):
-        engine.add(f"warm{number}", 10 + number, 4)
-        engine.run()
-    idle = answer({"foresee": asked()})
-    assert idle["refusal"] is None and 0.0 < idle["predicted_ttft"] < 0.1
-    longer = answer({"foresee": asked(tokens=200)})
-    assert longer["predicted_ttft"] > idle["predicted_ttft"]
-    for number in range(120):
-        engine.add(f"r{number}", 20, 40)
-        engine.step()
-    full = answer({"foresee": asked()})
-    assert full["predicted_ttft"] > 1.0 and full["refusal"]["reason"] == "predicted-ttft"
-    advised = [
-        answer({"foresee": asked(), "counts": full["engine"]})["refusal"]["retry_after"]
-        for _ in range(3)
-    ]
-    assert advised == sorted(set(advised)), "refused callers do not all come back at once"
-    assert answer({"foresee": asked()})["refusal"]["retry_after"] > advised[-1]
-    again = answer({"foresee": asked()})["refusal"]["retry_after"]
-    assert again == answer({"foresee": asked()})["refusal"]["retry_after"], "asking moves nothing"
-
-
-def test_long_prompt_that_may_be_cached_is_passed_on(paced_class: Any) -> None:
-    settings = {"paceline": {"max_predicted_ttft_s": 0.02}}
-    engine = Engine(paced_class, additional_config=settings)
-    for number in range(30):
-        engine.add(f"warm{number}", 10 + number, 4)
-        engine.run()
-    told = engine.scheduler.pacer.answer({"foresee": asked(tokens=200)})
-    assert told["predicted_ttft"] > 0.02 and told["refusal"] is None
-
-
-def test_characters_of_a_token_are_learned(paced_class: Any) -> None:
-    engine = Engine(paced_class)
-    answer = engine.scheduler.pacer.answer
-    text = {"foresee": asked(tokens=0, characters=80)}
-    assert answer(text)["prompt_tokens"] == 20
-    for number in range(300):
-        engine.add(f"r{number}", 20, 1, extra_args={"paceline_characters": 40})
-        engine.run()
-    assert 38 <= answer(text)["prompt_tokens"] <= 40
-    # neither a longer prompt nor a longer answer than the model takes is a fault
-    most = answer({"foresee": asked(tokens=10**9, max_tokens=None)})
-    assert most["prompt_tokens"] == 255 and most["refusal"] is None
-
-
-def test_no_forecast_while_vllm_schedules_by_itself(paced_class: Any) -> None:
-    engine = Engine(paced_class)
-    engine.scheduler.pacer.give_up()
-    assert engine.scheduler.pacer.answer({"foresee": asked()}) is None
-
-
 def test_refusal_of_one_choice_is_the_whole_answers(paced_class: Any) -> None:
     settings = {"paceline": {"max_num_waiting": 1}}
-    engine = Engine(paced_class, additional_config=settings, max_num_seqs=1)
+    engine = Loop(paced_class, additional_config=settings, max_num_seqs=1)
     # vLLM's front end sends each choice as a request of its own
     for number in range(3):
         engine.add(f"{number}_r", 20, 4, extra_args={"paceline_tag": "t"})
@@ -316,7 +162,7 @@ def test_refusal_of_one_choice_is_the_whole_answers(paced_class: Any) -> None:
 def test_bad_arguments_end_that_request_alone(
     paced_class: Any, arguments: dict[str, Any], message: str
 ) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     engine.add("bad", 8, 4, extra_args=arguments | {"paceline_tag": "t"})
     engine.add("good", 8, 4)
     engine.run()
@@ -326,7 +172,7 @@ def test_bad_arguments_end_that_request_alone(
 
 
 def test_dropped_after_its_time_in_the_queue(paced_class: Any) -> None:
-    engine = Engine(paced_class, max_num_seqs=1)
+    engine = Loop(paced_class, max_num_seqs=1)
     engine.add("runs", 8, 40)
     engine.step()
     engine.add("waits", 8, 4, extra_args={"queue_ttl_ms": 50, "paceline_tag": "t"})
@@ -336,7 +182,7 @@ def test_dropped_after_its_time_in_the_queue(paced_class: Any) -> None:
 
 
 def test_streaming_input_is_vllms_alone(paced_class: Any) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     engine.add("session", 30, 5, resumable=True)
     engine.add("ours", 30, 5)
     engine.run()
@@ -348,7 +194,7 @@ def test_streaming_input_is_vllms_alone(paced_class: Any) -> None:
 
 
 def test_session_in_a_queue_of_its_own_is_scheduled_once(paced_class: Any) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     engine.add("session", 30, 5, resumable=True)
     # so vLLM keeps one that waits for more of its prompt: its own schedule() reads that queue
     engine.scheduler.waiting.clear()
@@ -360,7 +206,7 @@ def test_session_in_a_queue_of_its_own_is_scheduled_once(paced_class: Any) -> No
 def test_sessions_take_places_of_running_requests(
     paced_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(paced_class, max_num_seqs=2)
+    engine = Loop(paced_class, max_num_seqs=2)
     engine.add("session", 8, 40, resumable=True)
     engine.add("runs", 8, 40)
     engine.step()
@@ -376,7 +222,7 @@ def test_sessions_take_places_of_running_requests(
 def test_fault_of_ours_ends_pacing_and_not_the_engine(
     paced_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     engine.add("a", 100, 6)
     engine.step()
 
@@ -396,7 +242,7 @@ def test_fault_of_ours_ends_pacing_and_not_the_engine(
 def test_pacing_begins_again_under_load(
     paced_class: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     for number in range(8):
         engine.add(f"r{number}", 30, 200)
     for _ in range(20):
@@ -422,7 +268,7 @@ def test_too_many_faults_end_pacing(
         raise KeyError("broken")
 
     monkeypatch.setattr(Pacer, "plan", broken)
-    engine = Engine(paced_class)
+    engine = Loop(paced_class)
     engine.add("a", 8, 240)
     engine.add("b", 8, 240)
     engine.run()
@@ -440,7 +286,7 @@ def test_every_request_gets_exactly_its_tokens(
     paced_class: Any, seed: int, num_blocks: int
 ) -> None:
     chance = random.Random(seed)
-    engine = Engine(paced_class, num_blocks=num_blocks)
+    engine = Loop(paced_class, num_blocks=num_blocks)
     shared = list(range(20))
     wanted, left = {}, []
     for number in range(40):
@@ -536,7 +382,7 @@ def test_refused_at_start(paced_class: Any, config: dict[str, Any], message: str
 
 
 def test_settings_have_an_effect(paced_class: Any) -> None:
-    engine = Engine(paced_class, additional_config={"paceline": {"policy": "sjf"}})
+    engine = Loop(paced_class, additional_config={"paceline": {"policy": "sjf"}})
     engine.add("long", 100, 4)
     engine.add("short", 8, 4)
     engine.step()
@@ -545,7 +391,7 @@ def test_settings_have_an_effect(paced_class: Any) -> None:
 
 def test_recording_is_the_simulators(paced_class: Any, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    engine = Engine(paced_class, additional_config={"paceline": {"record": str(path)}})
+    engine = Loop(paced_class, additional_config={"paceline": {"record": str(path)}})
     for number in range(6):
         # one ends by a stop token, which vLLM alone sees
         stop = 2 if number == 3 else None
@@ -563,7 +409,7 @@ def test_recording_is_the_simulators(paced_class: Any, tmp_path: Path) -> None:
 def test_recording_of_another_rank_has_a_file_of_its_own(paced_class: Any, tmp_path: Path) -> None:
     parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_rank=2)
     settings = {"paceline": {"record": str(tmp_path / "steps.jsonl")}}
-    Engine(paced_class, additional_config=settings, parallel_config=parallel)
+    Loop(paced_class, additional_config=settings, parallel_config=parallel)
     assert [path.name for path in tmp_path.glob("steps*")] == ["steps.jsonl.2"]
 
 
