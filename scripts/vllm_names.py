@@ -1,6 +1,6 @@
 """Look in the source of a vLLM for the names that paceline.vllm uses; exit with 1 if one is gone.
 
-    python scripts/vllm_names.py            the newest release on PyPI
+    python scripts/vllm_names.py            the newest releases of two minors on PyPI
     python scripts/vllm_names.py 0.33.0     that one
     python scripts/vllm_names.py FOLDER     a checkout, or an installed package's parent
 
@@ -13,10 +13,11 @@ from __future__ import annotations
 import ast
 import io
 import json
+import re
 import sys
 import tarfile
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import urljoin
@@ -26,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from paceline.vllm.names import ATTRIBUTES, CACHE_NAMES, READ, SCHEDULER_NAMES  # noqa: E402
 
-INDEX: Final = "https://pypi.org/pypi/vllm/"
+INDEX: Final = "https://pypi.org/simple/vllm/"
+MINORS: Final = 2
 SCHEDULER: Final = "vllm/v1/core/sched/scheduler.py"
 ASYNC: Final = "vllm/v1/core/sched/async_scheduler.py"
 QUEUE: Final = "vllm/v1/core/sched/request_queue.py"
@@ -44,12 +46,27 @@ _OUTPUT: Final = ("request_id", "new_token_ids", "finish_reason")
 FILES: Final = (SCHEDULER, ASYNC, QUEUE, CACHE, POOL, REQUEST, ENGINE)
 
 
-def download(version: str) -> tuple[str, dict[str, str]]:
-    """Return the version of a release ("": the newest), and the text of its files by path."""
-    with urllib.request.urlopen(f"{INDEX}{version}/json" if version else f"{INDEX}json") as answer:
+def releases() -> dict[tuple[int, ...], str]:
+    """Return the addresses of source distributions by version, without pre-releases."""
+    accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
+    with urllib.request.urlopen(urllib.request.Request(INDEX, headers=accept)) as answer:
         about, base = json.load(answer), answer.url
-    url = next(each["url"] for each in about["urls"] if each["packagetype"] == "sdist")
-    with urllib.request.urlopen(urljoin(base, url)) as answer:
+    found = {}
+    for file in about["files"]:
+        if match := re.fullmatch(r"vllm-(\d+)\.(\d+)\.(\d+)\.tar\.gz", file["filename"]):
+            found[tuple(map(int, match.groups()))] = urljoin(base, file["url"])
+    return found
+
+
+def newest(versions: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the newest release of each of the newest minors, newest first."""
+    by_minor = {version[:2]: version for version in sorted(versions)}
+    return sorted(by_minor.values(), reverse=True)[:MINORS]
+
+
+def download(url: str) -> dict[str, str]:
+    """Return the text of a source distribution's files by path."""
+    with urllib.request.urlopen(url) as answer:
         data = io.BytesIO(answer.read())
     found: dict[str, str] = {}
     with tarfile.open(fileobj=data) as archive:
@@ -57,7 +74,7 @@ def download(version: str) -> tuple[str, dict[str, str]]:
             path = member.name.partition("/")[2]
             if path in FILES and (file := archive.extractfile(member)) is not None:
                 found[path] = file.read().decode()
-    return about["info"]["version"], found
+    return found
 
 
 def missing(files: Mapping[str, str]) -> Iterator[str]:
@@ -134,16 +151,24 @@ def _defined(body: Sequence[ast.stmt]) -> Iterator[str]:
 def main() -> int:
     """Print what is gone; return 1 if anything is."""
     given = sys.argv[1] if len(sys.argv) > 1 else ""
+    found: dict[str, dict[str, str]] = {}
     if given and Path(given).is_dir():
-        version = given
-        files = {path: (Path(given) / path).read_text() for path in FILES
-                 if (Path(given) / path).is_file()}  # fmt: skip
+        found[given] = {path: (Path(given) / path).read_text() for path in FILES
+                        if (Path(given) / path).is_file()}  # fmt: skip
     else:
-        version, files = download(given)
-    gone = list(missing(files))
-    found = f"gone are {'; '.join(gone)}" if gone else "every name is there"
-    print(f"vLLM {version}: {found}")
-    return int(bool(gone))
+        known = releases()
+        wanted = [tuple(map(int, given.split(".")))] if given else newest(known)
+        if unknown := [version for version in wanted if version not in known]:
+            print(f"vLLM has no source distribution of {unknown}", file=sys.stderr)
+            return 2
+        found = {".".join(map(str, each)): download(known[each]) for each in wanted}
+    bad = False
+    for version, files in found.items():
+        gone = list(missing(files))
+        bad |= bool(gone)
+        said = f"gone are {'; '.join(gone)}" if gone else "every name is there"
+        print(f"vLLM {version}: {said}")
+    return int(bad)
 
 
 if __name__ == "__main__":

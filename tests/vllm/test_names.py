@@ -97,3 +97,8 @@ def test_what_is_gone_is_named(script: Any, old: str, new: str, gone: str) -> No
 
 def test_missing_file(script: Any, tmp_path: Path) -> None:
     assert list(script.missing({})) == list(script.FILES)
+
+
+def test_newest_releases_of_two_minors(script: Any) -> None:
+    known = [(0, 9, 2), (0, 32, 0), (0, 33, 1), (0, 33, 0), (0, 10, 0)]
+    assert script.newest(known) == [(0, 33, 1), (0, 32, 0)]
