@@ -4,9 +4,11 @@
 
 Run by the interpreter of an environment that has vLLM for that GPU, from a checkout. Nothing is
 downloaded: the model has the shape of an 8B Llama and dummy weights. ``probe`` prints the device,
-vLLM's version and whether it has the names that are used. ``paced`` serves with vLLM's defaults,
-with 2,048 tokens a step, and with the core's plan, under the same Poisson arrivals at 0.5, 1.2
-and 1.5 times the measured capacity. Prompts have 64 to 768 tokens, 15 % of them 2,000 to 3,500.
+vLLM's version and whether it has the names that are used. ``planning`` is the time of planning at
+64 and 256 running, for which the device does nothing. ``paced`` serves with vLLM's defaults, with
+the core's plan, and with 2,048 tokens a step, under the same arrivals: at 0.5, 1.2 and 1.5 times
+the measured capacity, and at 1.2 times in bursts; what each completes without targets comes first.
+Prompts have 64 to 768 tokens, 15 % of them 2,000 to 3,500.
 Targets: first token within 0.5 s (long prompts: 3 s), 25 ms a token after that.
 
 It was not run yet: no device with vLLM was at hand. The last line is JSON.
@@ -28,9 +30,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.common.processes import Command  # noqa: E402
 from benchmarks.common.unmeasured import Unmeasured  # noqa: E402
-from benchmarks.vllm.live import Windows, Work, measure  # noqa: E402
+from benchmarks.vllm.__main__ import cost_case, overhead_of, run_cases  # noqa: E402
+from benchmarks.vllm.live import Load, Windows, Work, measure  # noqa: E402
 
-PARTS: Final = ("probe", "paced")
+PARTS: Final = ("probe", "planning", "paced")
 VOCABULARY: Final = 32_000
 SHAPE: Final = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY,
@@ -43,6 +46,7 @@ WORK: Final = Work(
     vocabulary=VOCABULARY, short=(64, 768), long=(2_000, 3_500), outputs=(32, 256),
     ttft=(0.5, 3.0), tpot=0.025, outstanding=256, tuned=((2_048, 256),),
 )  # fmt: skip
+LOADS: Final = (Load(1.2), Load(1.2, burst=8), Load(1.5))
 
 
 class Gpu:
@@ -52,12 +56,18 @@ class Gpu:
         self._folder = folder
         (folder / "config.json").write_text(json.dumps(SHAPE))
 
+    python = Path(sys.executable)
+
+    def environment(self) -> tuple[tuple[str, str], ...]:
+        """Return what its processes need in their environment."""
+        return ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1")
+
     def server(self, port: int) -> Command:
         return Command(
             (sys.executable, "-m", "vllm.entrypoints.openai.api_server",
              "--model", str(self._folder), "--load-format", "dummy", "--skip-tokenizer-init",
              "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "8192"),
-            (("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1")),
+            self.environment(),
             start_seconds=240,
         )  # fmt: skip
 
@@ -81,8 +91,8 @@ def probe() -> dict[str, Any]:
 def main() -> int:
     """Print figures as they come, and the JSON line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", default=",".join(PARTS), help="of probe and paced")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each rate")
+    parser.add_argument("--part", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each rate")
     given = parser.parse_args()
     parts = given.part.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
@@ -92,11 +102,17 @@ def main() -> int:
     if "probe" in parts:
         results["probe"] = probe()
         print(results["probe"])
-    if "paced" in parts:
-        with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as logs:
+        peer = Gpu(Path(model))
+        if "planning" in parts:
+            with failed.part("planning"):
+                costs = run_cases(peer, [cost_case(64), cost_case(256)])
+                results["planning"] = dict(zip(("64", "256"), map(overhead_of, costs), strict=True))
+                print(results["planning"])
+        if "paced" in parts:
             found = results["paced"] = dict[str, Any]()
-            windows = Windows(capacity=20.0, rate=given.seconds, sustained=given.seconds)
-            measure(Gpu(Path(model)), WORK, Path(logs), (1.2, 1.5), windows, failed, found)
+            windows = Windows(capacity=15.0, rate=given.seconds, sustained=given.seconds)
+            measure(peer, WORK, Path(logs), LOADS, windows, failed, found)
     print(json.dumps({"bench": "gpu", "results": results, "absent": failed.reasons}))
     return failed.exit_code
 

@@ -45,13 +45,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from benchmarks.common.ours import our_places
 from benchmarks.common.processes import REPOSITORY, Unavailable
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.peers.vllm_cpu import VERSION, VllmCpu
-from benchmarks.vllm.live import Windows, Work, measure
+from benchmarks.vllm.live import Load, Windows, Work, measure
 from paceline.bench.machine import machine
 
 PARTS: Final = ("virtual", "live")
@@ -69,7 +69,16 @@ ARRIVALS: Final = 1_500
 SLOWER_TPOT: Final = 0.1
 
 
-def run_cases(peer: VllmCpu, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+class Runs(Protocol):
+    """An environment with vLLM."""
+
+    @property
+    def python(self) -> Path: ...
+
+    def environment(self) -> tuple[tuple[str, str], ...]: ...
+
+
+def run_cases(peer: Runs, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the results of ``virtual``'s cases, run in vLLM's environment. Raises Unavailable."""
     lines = "".join(json.dumps(dict(case)) + "\n" for case in cases)
     environment = {**os.environ, **dict(peer.environment()), "PYTHONPATH": str(REPOSITORY),
@@ -87,6 +96,18 @@ def run_cases(peer: VllmCpu, cases: Sequence[Mapping[str, Any]]) -> list[dict[st
     return found
 
 
+def cost_case(running: int) -> dict[str, Any]:
+    """Return the case that measures planning with so many running and about 1,000 waiting."""
+    return {"scheduler": "paced", "rate": 0.0, "count": 1_250, "seqs": running,
+            "lengths": [256, 64], "waiting": [900, 1_100]}  # fmt: skip
+
+
+def overhead_of(costs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the microseconds of vLLM's own methods in each step, and what the plug-in adds."""
+    own, total = costs["vllm_us_per_step"], costs["us_per_step"]
+    return {"vllm": own, "added": round(total - own, 1), "ratio": round(total / own - 1.0, 3)}
+
+
 def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
     """Return the figures of the virtual part, and print its tables."""
     count = ARRIVALS // 5 if quick else ARRIVALS
@@ -101,8 +122,7 @@ def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
         for blocks in BLOCKS
         for seed, rate in enumerate((10.0, 22.0))
     ]  # fmt: skip
-    cost = {"scheduler": "paced", "rate": 0.0, "count": 1_250, "seqs": 64, "lengths": [256, 64],
-            "waiting": [900, 1_100]}  # fmt: skip
+    cost = cost_case(64)
     fair = [
         {"scheduler": name, "rate": 4.0, "flood": flood, "count": count // 5,
          "settings": {"policy": "fair"}}
@@ -150,13 +170,13 @@ def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
     print(f"tokens a second over vLLM's at {RATES[1]:g} a second, by the target of a token: "
           f"{throughput}; kept at 100 ms: {slow['kept']}")  # fmt: skip
     print(f"{back['refused']} of {count:,} refused, served on return {back['served_on_return']}")
-    own, total = costs["vllm_us_per_step"], costs["us_per_step"]
-    overhead = {"vllm": own, "added": round(total - own, 1), "ratio": round(total / own - 1.0, 3)}
-    print(f"\n64 running, 1,000 waiting: vLLM's own {own:.0f} us a step, added "
-          f"{total - own:.0f} us ({total / own - 1.0:.2f} times)")  # fmt: skip
+    overhead = overhead_of(costs)
+    print(f"\n64 running, 1,000 waiting: vLLM's own {overhead['vllm']:.0f} us a step, added "
+          f"{overhead['added']:.0f} us ({overhead['ratio']:.2f} times)")  # fmt: skip
     return {
-        "rates": rates, "properties": properties, "throughput": throughput, "overhead_us_per_step": overhead,
-        "fairness_p99_ratio": ratios, "retry_after_kept": back["served_on_return"],
+        "rates": rates, "properties": properties, "throughput": throughput,
+        "overhead_us_per_step": overhead, "fairness_p99_ratio": ratios,
+        "retry_after_kept": back["served_on_return"],
     }  # fmt: skip
 
 
@@ -193,8 +213,8 @@ def main() -> int:
             work = replace(work, tuned=work.tuned[:1]) if quick else work
             windows = Windows(capacity=min(25.0, rate), rate=rate, sustained=sustained)
             with failed.part("live"), tempfile.TemporaryDirectory() as folder:
-                multiples = (1.5,) if quick else (1.2, 1.5)
-                measure(peer, work, Path(folder), multiples, windows, failed, results)
+                loads = tuple(map(Load, (1.5,) if quick else (1.2, 1.5)))
+                measure(peer, work, Path(folder), loads, windows, failed, results)
     finally:
         report = {"bench": "vllm", "results": results, "machine": machine(), "quick": quick}
         report["version"] = version

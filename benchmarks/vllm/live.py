@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -21,13 +22,11 @@ from benchmarks.common.processes import REPOSITORY, Command, Process, Unavailabl
 from benchmarks.common.unmeasured import Unmeasured
 
 __all__ = [
-    "Contender", "Served", "Windows", "Work", "figures", "measure", "requests_at", "served",
+    "Contender", "Load", "Served", "Windows", "Work", "figures", "measure", "requests_at", "served",
 ]  # fmt: skip
 
 # most seconds from arrival to the last token; what takes longer is given up by its caller
 PATIENCE: Final = 30.0
-# multiple of the capacity at which nothing may be lost
-BELOW: Final = 0.5
 # prompts whose greedy answers are compared
 GREEDY: Final = 6
 PACED: Final = (
@@ -55,6 +54,27 @@ class Work:
     def ttft_of(self, request: _Request) -> float:
         """Return the target of a request for its first token."""
         return self.ttft[len(request.prompt) >= self.long[0]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Arrivals at a multiple of the measured capacity."""
+
+    multiple: float
+    burst: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return its name in figures."""
+        return f"{self.multiple:g}" + (f" in bursts of {self.burst}" if self.burst > 1 else "")
+
+    def requests(self, capacity: float, seconds: float, work: Work) -> list[_Request]:
+        """Return the arrivals: the same for each contender, and more of them for longer."""
+        return requests_at(self.multiple * capacity, seconds, work, seed=1, burst=self.burst)
+
+
+# at which nothing may be lost
+BELOW: Final = Load(0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +135,21 @@ class _Request:
     output: int
 
 
-def requests_at(rate: float, seconds: float, work: Work, seed: int) -> list[_Request]:
-    """Return Poisson arrivals."""
-    chance, at, found = random.Random(seed), 0.0, []
-    while (at := at + chance.expovariate(rate)) < seconds:
+def requests_at(
+    rate: float, seconds: float, work: Work, seed: int, *, burst: int = 1
+) -> list[_Request]:
+    """Return Poisson arrivals, ``burst`` requests at each."""
+    chance, at = random.Random(seed), 0.0
+    found: list[_Request] = []
+    for number in itertools.count():
+        at += chance.expovariate(rate / burst) if number % burst == 0 else 0.0
+        if at >= seconds:
+            return found
         long = chance.random() < 0.15
         length = chance.randint(*(work.long if long else work.short))
         prompt = [chance.randrange(FIRST_ID, work.vocabulary) for _ in range(length)]
         found.append(_Request(at, prompt, chance.randint(*work.outputs)))
-    return found
+    raise AssertionError
 
 
 async def _replay(
@@ -199,11 +225,12 @@ def figures(
 
 
 def measure(
-    peer: Served, work: Work, folder: Path, multiples: Sequence[float], windows: Windows,
+    peer: Served, work: Work, folder: Path, loads: Sequence[Load], windows: Windows,
     failed: Unmeasured, found: dict[str, Any],
 ) -> None:  # fmt: skip
     """Fill ``found`` with the figures of the live part, and print them as they come. A server that
-    fails ends its own figures alone; without the first one there is no capacity."""
+    fails ends its own figures alone; without the first one there is no capacity. The last load is
+    the one that is sustained."""
     rates: dict[str, dict[str, Any]] = {}
     found["rates"] = rates
     plain, paced = Contender("plain"), Contender("paced", PACED, paced=True)
@@ -213,49 +240,54 @@ def measure(
     def window(server: tuple[int, str], contender: Contender, name: str) -> dict[str, Any]:
         return _run(*server, plans[name], contender, work, name, windows.rate)
 
+    def saturated(server: tuple[int, str], name: str) -> float:
+        capacity = asyncio.run(_saturate(*server, work, windows.capacity))
+        _say(f"capacity of {name}, without targets: {capacity:.2f} requests a second")
+        found.setdefault("capacity_per_s", {})[name] = round(capacity, 3)
+        return capacity
+
     with failed.part("plain"), served(peer, plain, folder) as server:
         asyncio.run(_warm(*server, work))
         answers += asyncio.run(_greedy(*server, work, together=False))
-        capacity = asyncio.run(_saturate(*server, work, windows.capacity))
-        found["capacity_per_s"] = round(capacity, 3)
-        _say(f"capacity: {capacity:.2f} requests a second")
-        for multiple in (*multiples, BELOW):
-            name = f"{multiple:g}"
-            plans[name] = requests_at(multiple * capacity, windows.rate, work, seed=1)
-            rates[name] = {"possible": round(min(1.0, 1.0 / multiple), 3)}
-            rates[name]["plain"] = window(server, plain, name)
+        capacity = saturated(server, "plain")
+        for load in (*loads, BELOW):
+            plans[load.name] = load.requests(capacity, windows.rate, work)
+            rates[load.name] = {"possible": round(min(1.0, 1.0 / load.multiple), 3)}
+            rates[load.name]["plain"] = window(server, plain, load.name)
     if not plans:
         return
-    highest = f"{max(multiples):g}"
     with failed.part("paced"), served(peer, paced, folder) as server:
         asyncio.run(_warm(*server, work))
         found["identical_greedy"] = {
             "alone": _same(answers, asyncio.run(_greedy(*server, work, together=False))),
             "together": _same(answers, asyncio.run(_greedy(*server, work, together=True))),
         }
-        for name in (name for name in plans if name != highest):
+        saturated(server, "paced")
+        highest = loads[-1]
+        for name in (name for name in plans if name != highest.name):
             rates[name]["paced"] = window(server, paced, name)
         # the same arrivals, and then more of them
-        longer = requests_at(float(highest) * capacity, windows.sustained, work, seed=1)
+        longer = highest.requests(capacity, windows.sustained, work)
         timings = asyncio.run(_replay(*server, longer, work, paced=True))
-        count = len(plans[highest])
-        first = figures(plans[highest], timings[:count], work, windows.rate)
-        rates[highest]["paced"] = first
-        _say(f"  {highest:>4} x capacity, {paced.name:14} {first}")
-        found["sustained"] = {"rate": float(highest), "seconds": windows.sustained}
+        plan = plans[highest.name]
+        first = rates[highest.name]["paced"] = figures(
+            plan, timings[: len(plan)], work, windows.rate
+        )
+        _say(f"  {highest.name:>4} x capacity, {paced.name:14} {first}")
+        found["sustained"] = {"load": highest.name, "seconds": windows.sustained}
         found["sustained"] |= figures(longer, timings, work, windows.sustained)
-        _say(f"  {highest:>4} x capacity, sustained      {found['sustained']}")
-        found["amended_share_live"] = asyncio.run(_amended(server[0]))
+        _say(f"  {highest.name:>4} x capacity, sustained      {found['sustained']}")
+        found["steps_live"] = asyncio.run(_steps(server[0]))
     for tokens, seqs in work.tuned:
         flags = ("--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs))
         tried = Contender(f"tuned-{tokens}-{seqs}", flags)
         with failed.part(tried.name), served(peer, tried, folder) as server:
             asyncio.run(_warm(*server, work))
-            for name in (name for name in plans if name != f"{BELOW:g}"):
-                best = rates[name].get("tuned", {"kept": -1.0})
-                one = window(server, tried, name) | {"flags": " ".join(flags)}
-                rates[name]["tuned"] = max(best, one, key=lambda each: each["kept"])
-    found["below_capacity"] = rates.pop(f"{BELOW:g}")
+            for load in loads:
+                best = rates[load.name].get("tuned", {"kept": -1.0})
+                one = window(server, tried, load.name) | {"flags": " ".join(flags)}
+                rates[load.name]["tuned"] = max(best, one, key=lambda each: each["kept"])
+    found["below_capacity"] = rates.pop(BELOW.name)
 
 
 def _say(text: str) -> None:
@@ -294,14 +326,21 @@ def _same(expected: Sequence[list[int]], got: Sequence[list[int]]) -> float:
     return round(same / len(expected), 3)
 
 
-async def _amended(port: int) -> float:
-    """Return the share of steps of which vLLM ran something else than planned."""
+async def _steps(port: int) -> dict[str, float]:
+    """Return the share of steps of which vLLM ran something else than planned, and the actual time
+    of steps over the predicted one."""
     _, text = await get(port, "/metrics", timeout=30.0)
-    counts = [
-        float(found[1])
-        for name in ("vllm_amended_steps", "steps")
-        if (found := re.search(rf"^paceline:{name}_total\{{.*\}} (\S+)$", text.decode(), re.M))
-    ]
-    if len(counts) < 2:
-        raise Unavailable("/metrics has no line of the plug-in")
-    return round(counts[0] / max(1.0, counts[1]), 5)
+
+    def value(name: str, labels: str = "") -> float:
+        found = re.search(rf"^paceline:{name}_total\{{.*{labels}\}} (\S+)$", text.decode(), re.M)
+        if found is None:
+            raise Unavailable(f"/metrics has no paceline:{name}_total")
+        return float(found[1])
+
+    predicted = value("step_seconds", 'kind="predicted"')
+    return {
+        "amended_share": round(value("vllm_amended_steps") / max(1.0, value("steps")), 5),
+        "actual_over_predicted": round(
+            value("step_seconds", 'kind="actual"') / max(1e-9, predicted), 3
+        ),
+    }
