@@ -122,7 +122,7 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
     if drafts_by_mtp(settings.scheduler.speculative_config):
         load = replace(load, draft_mtp=True)
     return load_backend(
-        Path(settings.model_path),
+        Path(settings.weights_path or settings.model_path),
         load,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,

@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"paceline packed 1"
 _SUFFIX: Final = ".packed"
+# four bits that were made of a model in 16, which count like copies
+_FEW_BITS: Final = ".q4.gguf"
 _PARTIAL: Final = ".part"
 # bytes per write call
 _CHUNK: Final = 64 << 20
@@ -145,6 +147,21 @@ class PackedCopies:
             return
         _log.info("packed_copy=%s written: %d MiB", path, size >> 20)
 
+    def few_bits(self) -> Path:
+        """Return where a model's four bits are kept, once they are made."""
+        return self.folder / f"{self._key({'few_bits': True})}{_FEW_BITS}"
+
+    def make_room(self, size: int) -> str:
+        """Make the folder, remove copies until ``size`` fits next to the others, and return why it
+        does not; empty: it does."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _locked(self.folder):
+                self._make_room(size, self.few_bits())
+        except OSError as error:
+            return f"{self.folder} has no room for four bits: {error.strerror}"
+        return ""
+
     def _reserve(self, partial: Path, path: Path, size: int) -> FileIO:
         """Make room, and create a part of ``size``. Raises OSError where there is no room."""
         with _locked(self.folder):
@@ -177,7 +194,8 @@ class PackedCopies:
             )
             raise OSError(errno.EDQUOT, text)
         others: list[tuple[float, int, Path]] = []
-        for file in self.folder.glob(f"*{_SUFFIX}"):
+        kept = (*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f"*{_FEW_BITS}"))
+        for file in kept:
             with contextlib.suppress(FileNotFoundError):
                 # the copy that is about to be replaced takes no room
                 if file != path:

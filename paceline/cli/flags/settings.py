@@ -41,6 +41,8 @@ class EngineSettings:
     model_path: str | None
     # "torch" or "null"
     backend: str = "torch"
+    # folder or .gguf file of the weights; None: the model's
+    weights_path: str | None = None
     # folder or .gguf file of the tokenizer; None: the model's
     tokenizer: str | None = None
     # source of the chat template; None: the checkpoint's

@@ -164,6 +164,11 @@ def run(args: argparse.Namespace) -> int:
         settings = replace(settings, timeline=kept)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
+        # imported here: it opens the model
+        from paceline.cli.serve.few_bits import few_bits
+
+        plan = few_bits(settings)
+        settings = plan.settings
         for message in ignored_flags(settings):
             logging.getLogger("paceline.cli").warning("%s", message)
 
@@ -176,10 +181,18 @@ def run(args: argparse.Namespace) -> int:
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             supervision = (args.stall_timeout, args.max_engine_restarts)
-            said = tuple(f"{n.given} is {n.here}" for n in args.elsewhere if "served as" in n.here)
-            return runner.run(
-                _serve(settings, configure, listener, metrics_listener, *supervision, said)
-            )
+            said = [f"{n.given} is {n.here}" for n in args.elsewhere if "served as" in n.here]
+            if plan.said:
+                said.append(plan.said)
+            try:
+                return runner.run(
+                    _serve(
+                        settings, configure, listener, metrics_listener, *supervision, said,
+                        plan.making.start,
+                    )
+                )  # fmt: skip
+            finally:
+                plan.making.stop()
 
 
 def _refuse_model_in(flag: str, values: Sequence[str]) -> None:
@@ -283,7 +296,8 @@ async def _serve(
     metrics_listener: socket.socket | None,
     stall_timeout: float,
     max_restarts: int,
-    said: tuple[str, ...] = (),
+    said: Sequence[str],
+    is_ready: Callable[[], None],
 ) -> int:
     import asyncio
 
@@ -340,6 +354,7 @@ async def _serve(
         stages.log(_log, "started")
         tls = config.ssl_certfile is not None
         print(ready_line(client.info, name, host, port, tls=tls, taken_over=said), flush=True)
+        is_ready()
 
     return await serve(
         client, config, listener=listener, metrics_listener=metrics_listener, on_ready=ready

@@ -379,6 +379,8 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     }
     # what the page shows is a matter of the server's flags
     elsewhere = {"model_name", "model_path", "log_level", "log_format", "record", "timeline"}
+    # follows from the format and the cache
+    elsewhere.add("weights_path")
     # set for an engine that replaces one
     elsewhere.add("numa_fallback")
     elsewhere |= {"load", "scheduler"}

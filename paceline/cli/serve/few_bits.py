@@ -1,0 +1,154 @@
+"""Four bits of a model in 16 that is served with ``--dtype q4`` and ``--packed-cache``.
+
+Rounding each weight by itself while loading loses far more than ``paceline quantize`` does, which
+takes minutes to hours. So the first start serves int8 at once, and the command runs next to it, in
+a process of its own at the lowest priority; its file is kept next to the copies of packed weights,
+and later starts take their weights from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from paceline.backends.machine.cpu import has_torch
+from paceline.backends.native.packed import PackedCopies, fingerprint
+from paceline.checkpoints.gguf.shards import weight_files
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.hub.resolve import default_cache_dir
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.open import OpenedEncoder, open_model
+from paceline.cli.flags.settings import EngineSettings
+from paceline.errors import ConfigError
+
+__all__ = ["FewBits", "Making", "few_bits"]
+
+_log = logging.getLogger("paceline.cli")
+
+_SIXTEEN_BITS = ("float16", "bfloat16", "float32")
+# of the system's priorities
+_LOWEST = 19
+
+
+class Making:
+    """``paceline quantize`` next to a server, which never waits for it; no command: nothing."""
+
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        self.command = tuple(command)
+        self._process: subprocess.Popen[str] | None = None
+        self._readers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the process, whose lines are logged."""
+        if not self.command:
+            return
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            self.command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        )
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOWEST)
+        for stream, level in (
+            (self._process.stdout, logging.INFO), (self._process.stderr, logging.WARNING),
+        ):  # fmt: skip
+            assert stream is not None
+            reader = threading.Thread(target=self._log_lines, args=(stream, level), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    @staticmethod
+    def _log_lines(stream: IO[str], level: int) -> None:
+        with stream:
+            for line in stream:
+                _log.log(level, "quantize: %s", line.strip())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the process's exit code."""
+        assert self._process is not None, "wait() before start()"
+        code = self._process.wait(timeout)
+        for reader in self._readers:
+            reader.join(timeout)
+        return code
+
+    def stop(self) -> None:
+        """End the process if it runs; what it has done is kept, and the next start goes on."""
+        if self._process is not None:
+            self._process.kill()
+            self.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class FewBits:
+    """How a model in 16 bits is served in four."""
+
+    settings: EngineSettings
+    # for the ready line; empty: nothing changed
+    said: str = ""
+    # makes the file where there is none
+    making: Making = field(default_factory=Making)
+
+
+def few_bits(settings: EngineSettings) -> FewBits:
+    """Return how to serve a model: from four bits that were made before, in int8 while they are
+    made, or as it is asked for where nothing can or need be made."""
+    load, path = settings.load, settings.model_path
+    unchanged = FewBits(settings)
+    if (
+        load.dtype != "q4" or load.packed_cache_bytes is None or path is None
+        or load.compute == "torch" or load.device not in ("auto", "cpu")
+    ):  # fmt: skip
+        return unchanged
+    opened = open_model(Path(path), load.runner, load.convert)
+    if (
+        isinstance(opened, OpenedEncoder)
+        or opened.pooling is not None
+        or opened.checkpoint.config.stored_dtype not in _SIXTEEN_BITS
+    ):
+        return unchanged
+    copies = PackedCopies(
+        default_cache_dir() / "packed", load.packed_cache_bytes, fingerprint(Path(path))
+    )
+    target = copies.few_bits()
+    name = Path(path).name
+    if target.exists():
+        with contextlib.suppress(OSError):
+            # the time of change is that of the last use
+            os.utime(target)
+        said = f"weights are the four bits that paceline quantize made of {name} in {target}"
+        return FewBits(replace(settings, weights_path=str(target)), said)
+    if reason := _why_not(opened.checkpoint, copies):
+        _log.warning("quantize: %s", reason)
+        return unchanged
+    command = [sys.executable, "-m", "paceline.cli.main", "quantize", path, "-o", str(target)]
+    if load.threads is not None:
+        command += ["--threads", str(load.threads)]
+    said = (
+        f"int8 for now: paceline quantize makes four bits of {name} next to this server, the log "
+        "says how long it takes, and the next start with --dtype q4 serves them"
+    )
+    # a packed copy in int8 would be of use for this start alone
+    return FewBits(settings.changed(dtype="int8", packed_cache_bytes=None), said, Making(command))
+
+
+def _why_not(checkpoint: Checkpoint, copies: PackedCopies) -> str:
+    """Make room for four bits, and return why none can be made or kept; empty: they can."""
+    if not has_torch():
+        return "four bits are made with PyTorch: pip install 'paceline[torch]'"
+    if isinstance(checkpoint, HFCheckpoint):
+        from paceline.quantize.folder import FolderSource
+
+        try:
+            FolderSource(checkpoint)
+        except ConfigError as error:
+            return str(error)
+    # at most 8.5 bits of 16, and as much for what is done until the file is whole
+    size = sum(path.stat().st_size for path in weight_files(checkpoint.path))
+    return copies.make_room(size * 17 // 16)

@@ -1,0 +1,120 @@
+"""``serve --dtype q4`` of a model in 16 bits, next to a cache of packed weights."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from paceline.backends.native.packed import PackedCopies, fingerprint
+from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.serve import few_bits as module
+from paceline.cli.serve.few_bits import FewBits, Making, few_bits
+from paceline.cli.wiring import build_backend
+from tests.backends.torch.models import save_model
+from tests.checkpoints.builders import llama_tensors, write_gguf
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    tensors = {
+        name: values.astype(np.float16) if values.ndim == 2 else values
+        for name, values in llama_tensors().items()
+    }
+    return write_gguf(tmp_path / "model.gguf", tensors=tensors)
+
+
+def served(model: Path, **values: object) -> EngineSettings:
+    usual = {"model_name": "m", "dtype": "q4", "packed_cache_bytes": 1 << 30}
+    return EngineSettings.of(**usual | {"model_path": str(model)} | values)
+
+
+def kept(model: Path) -> Path:
+    folder = Path(str(model.parent / "cache")) / "packed"
+    return PackedCopies(folder, 1 << 30, fingerprint(model)).few_bits()
+
+
+def test_int8_is_served_while_they_are_made_and_then_they_are(model: Path) -> None:
+    first = few_bits(served(model, threads=1))
+    assert (first.settings.load.dtype, first.settings.load.packed_cache_bytes) == ("int8", None)
+    assert first.settings.weights_path is None
+    assert first.said.startswith("int8 for now: paceline quantize makes four bits of model.gguf")
+    target = kept(model)
+    assert first.making.command[3:] == (
+        "quantize", str(model), "-o", str(target), "--threads", "1",
+    )  # fmt: skip
+    target.write_bytes(b"four bits")
+    second = few_bits(served(model))
+    assert second.settings == replace(served(model), weights_path=str(target))
+    assert str(target) in second.said and second.making.command == ()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"dtype": "int8"}, {"packed_cache_bytes": None}, {"compute": "torch"}, {"device": "cuda"}],
+)
+def test_nothing_changes_where_it_was_not_asked_for(model: Path, values: dict[str, object]) -> None:
+    settings = served(model, **values)
+    assert few_bits(settings).settings == settings
+    assert few_bits(settings).said == ""
+
+
+def test_a_file_in_few_bits_keeps_its_own(tmp_path: Path) -> None:
+    settings = served(write_gguf(tmp_path / "q8.gguf", quantise=gguf.GGMLQuantizationType.Q8_0))
+    assert few_bits(settings).settings == settings
+
+
+def test_what_cannot_be_made_is_rounded_as_before(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(settings: EngineSettings) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="paceline.cli"):
+            plan = few_bits(settings)
+        assert plan.settings == settings and not plan.said
+        return caplog.messages[0]
+
+    assert "has no room for four bits: " in refused(served(model, packed_cache_bytes=1000))
+    save_model(model.parent / "windows", "gemma2", num_hidden_layers=2)
+    message = refused(served(model.parent / "windows"))
+    assert "cannot be written as GGUF" in message
+    monkeypatch.setattr(module, "has_torch", lambda: False)
+    assert "four bits are made with PyTorch" in refused(served(model))
+
+
+def test_lines_are_logged_and_the_process_ends_with_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="paceline.cli"):
+        made = Making([sys.executable, "-c", "print('layer 1 of 2'); exit('the disk is full')"])
+        made.start()
+        assert made.wait(60) == 1
+    assert sorted(caplog.messages) == ["quantize: layer 1 of 2", "quantize: the disk is full"]
+    made.stop()
+    endless = Making([sys.executable, "-c", "import time; time.sleep(3600)"])
+    endless.start()
+    endless.stop()
+    assert endless.wait(60) < 0
+    nothing = FewBits(EngineSettings.of()).making
+    nothing.start()
+    nothing.stop()
+
+
+def test_weights_are_read_from_their_own_file(tmp_path: Path) -> None:
+    for name, layers in (("model", 2), ("weights", 3)):
+        save_model(tmp_path / name, "llama", num_hidden_layers=layers)
+    settings = EngineSettings.of(
+        model_name="m", model_path=str(tmp_path / "model"), compute="torch", num_blocks=8
+    )
+    sizes = []
+    for path in (None, str(tmp_path / "weights")):
+        backend = build_backend(replace(settings, weights_path=path))
+        sizes.append(backend.info.block_bytes)
+        backend.close()
+    assert sizes[0] * 3 == sizes[1] * 2
