@@ -17,13 +17,14 @@ logits are compared with float32 of the same file. ``llama.cpp`` among the forma
 tools make of the twin: Q4_1 with an importance matrix of the calibration text, as many bytes, and
 served here like the others. The file's speed is compared with the published one's, in turns.
 
-``killed``: the command is killed once half of the layers are done, and run again.
+``killed``: the command is killed once half of the layers are done, and run again. ``memory``: the
+command's peak on one layer of random weights in the shape of a model of 1.7B.
 
 ``rtn`` is ``--dtype q4`` of the 16-bit file, which rounds each group of weights between its minimum
 and maximum while loading. No setting of the command was chosen by ``gate``, ``third`` or the
 questions.
 
-The last line is JSON. PARTS=texts,killed,peer,chat chooses; QUICK=1: the gate's text alone.
+The last line is JSON. PARTS=texts,killed,memory,peer,chat chooses; QUICK=1: the gate's text alone.
 FOLDER=PATH keeps the files there, and does not make those again that an earlier run left. TOKENS=16
 ends answers on chat where distributions are compared no further: minutes instead of a quarter of an
 hour, but loops are not counted, so no format passes.
@@ -33,7 +34,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -50,6 +50,7 @@ from numpy.typing import NDArray
 from benchmarks.common.chat_gate import FIRST, KEPT, ROUNDED, judged, read_chat, show
 from benchmarks.common.questions import LOOP_TOKENS, QUESTIONS
 from benchmarks.common.unmeasured import Unmeasured
+from benchmarks.quantize.memory import memory_of_shape, run_alone
 from benchmarks.quantize.peer import llama_cpp, read_by_peer
 from benchmarks.quantize.speed import speed_ratio
 from benchmarks.quantize.twin import write_twin
@@ -75,7 +76,7 @@ from paceline.quantize.text import CHAT, calibration_windows
 MODEL: Final = "smollm2-135m"
 QUICK: Final = bool(os.environ.get("QUICK"))
 TOKENS: Final = int(os.environ.get("TOKENS") or LOOP_TOKENS)
-ALL_PARTS: Final = ("texts", "killed", "peer", "chat")
+ALL_PARTS: Final = ("texts", "killed", "memory", "peer", "chat")
 PARTS: Final = (os.environ.get("PARTS") or ("texts" if QUICK else ",".join(ALL_PARTS))).split(",")
 SHAPE: Final = (WINDOWS, WINDOW)
 
@@ -97,18 +98,14 @@ def quantized(source: Path, target: Path, *options: str) -> dict[str, float]:
     if target.exists() and noted.exists():
         found: dict[str, float] = json.loads(noted.read_text())
         return found
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = ["quantize", str(source), "-o", str(target), *options]
-    subprocess.run([sys.executable, "-m", "paceline.cli.main", *command], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
+    command = (sys.executable, "-m", "paceline.cli.main", "quantize", str(source))
+    used = run_alone((*command, "-o", str(target), *options))
     run = {
         "seconds": round(time.monotonic() - began, 1),
         # which other load on the machine changes less
-        "cpu_seconds": round(
-            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1
-        ),
-        # of all children so far, so the largest of them
-        "peak_mb": round(after.ru_maxrss / 1024),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "peak_mb": round(used.ru_maxrss / 1024),
         "file_mb": round(target.stat().st_size / 1e6, 1),
     }
     noted.write_text(json.dumps(run))
@@ -239,6 +236,9 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
         results["killed"] = killed_at_half(twin, target, layers)
         results["killed"]["equal_bytes"] = target.read_bytes() == whole.read_bytes()
         print(f"killed at half, in seconds: {results['killed']}", flush=True)
+    if "memory" in PARTS:
+        results["memory_of_1.7b"] = of = memory_of_shape(published, folder)
+        print(f"1.7B: {of['peak_mb']} MB at most, {of['imports_mb']} MB after imports", flush=True)
     if "peer" in PARTS:
         with unmeasured.part("llama.cpp"):
             peer = llama_cpp(twin)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,12 +31,12 @@ from paceline.backends.native import (
 from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.open import open_checkpoint
 from paceline.engine.text.tokenizer import load_tokenizer
+from paceline.quantize.streams import Streams, dense
 
 __all__ = [
     "BLOCK", "CHUNK", "MAX_KL", "MAX_PERPLEXITY_RATIO", "MIN_TOP1", "REFERENCE", "WINDOW",
     "WINDOWS", "Comparison", "Expected", "Figures", "Forward", "build", "check", "chunks",
-    "compare", "forward_of", "log_probabilities", "text_windows",
-    "why_not",
+    "compare", "forward_of", "layer_by_layer", "log_probabilities", "text_windows", "why_not",
 ]  # fmt: skip
 
 WINDOWS: Final = 8
@@ -219,6 +220,28 @@ def why_not(source: Path) -> str | None:
     return None
 
 
+@contextmanager
+def layer_by_layer(source: Path, windows: NDArray[np.int64]) -> Iterator[Forward]:
+    """Yield what gives the logits of a text in float32: its layers have run over all windows, one
+    at a time, so that a model is compared that does not fit into memory."""
+    checkpoint = open_checkpoint(source)
+    streams = Streams(checkpoint, windows.shape[1])
+    with torch.inference_mode():
+        x = streams.embed(torch.from_numpy(windows))
+        for index in range(checkpoint.config.num_hidden_layers):
+            with streams.layer(index, dense) as layer:
+                streams.run(index, layer, x)
+        by_window = x.view(*windows.shape, -1)
+        with streams.head() as head:
+
+            def forward(tokens: NDArray[np.int64], first: int) -> NDArray[np.float32]:
+                part = by_window[:, first : first + tokens.shape[1]]
+                logits: NDArray[np.float32] = head(part.flatten(0, 1)).numpy()
+                return logits
+
+            yield forward
+
+
 def check(source: Path, target: Path, threads: int | None = None) -> Figures:
     """Compare a model in few bits, as it is served by default, with its source in float32.
     ``why_not`` tells which cannot be compared."""
@@ -226,13 +249,9 @@ def check(source: Path, target: Path, threads: int | None = None) -> Figures:
     torch.set_num_threads(threads)
     windows = text_windows(load_tokenizer(source).encode, WINDOW)
     shape = (WINDOWS, WINDOW)
-    exact = build(source, REFERENCE, threads, shape)
-    try:
+    with layer_by_layer(source, windows) as exact:
         served = build(target, f"{OWN_BITS}/int8", threads, shape)
         try:
-            forwards = (forward_of(model, shape) for model in (exact, served))
-            return compare(windows, next(forwards), {"": next(forwards)}, CHUNK)[""]
+            return compare(windows, exact, {"": forward_of(served, shape)}, CHUNK)[""]
         finally:
             served.close()
-    finally:
-        exact.close()

@@ -4,8 +4,8 @@ Two streams of a calibration text run through the model: one through the weights
 through the rounded ones. A matrix is rounded when the second stream reaches it, so its errors are
 weighed by the inputs that it will see when it serves. The outputs that it should give are those of
 the first stream, so it also makes up for some of what earlier layers lost (as in GPTAQ: Li et al.
-2025, arXiv 2504.02692). One layer is in memory at a time, in float32, as it was and as it is
-rounded, with the inputs of its products.
+2025, arXiv 2504.02692). One layer is in memory at a time, in float32, and of the layer as it was
+the inputs of its products, or their outputs where these are fewer.
 """
 
 from __future__ import annotations
@@ -49,17 +49,36 @@ class RoundedTensor:
     blocks: NDArray[np.uint8]
 
 
-class _Noting(DenseLinear):
-    """A product that keeps its inputs."""
+class _Noting:
+    """A product that keeps its inputs, or its outputs without the bias where these are fewer."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight, bias)
+        self._weight, self._bias = weight, bias
         self.inputs: torch.Tensor | None = None
+        self.outputs: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def see(self, x: torch.Tensor) -> Linear:
         # without a norm before it a product reads the stream itself, which changes
         self.inputs = x.clone()
-        return super().__call__(x)
+        return DenseLinear(self._weight, self._bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self._weight) >= x.shape[1]:
+            return self.see(x)(x)
+        self.outputs = torch.nn.functional.linear(x, self._weight)
+        return self.outputs.clone() if self._bias is None else self.outputs + self._bias
+
+    def free(self) -> None:
+        """Forget the weight, once the layer has run."""
+        del self._weight
+
+    def shift(self, weight: torch.Tensor, x: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+        """Return ``weight``'s outputs on the inputs that were kept less those on ``x``, times
+        ``x``: [rows, columns]. ``moments``: ``x^T x``."""
+        if self.outputs is not None:
+            return torch.addmm(self.outputs.t() @ x, weight, moments, alpha=-1)
+        assert self.inputs is not None, "nothing ran"
+        return weight @ (self.inputs.t() @ x).sub_(moments)
 
 
 class _RoundedLater:
@@ -73,8 +92,12 @@ class _RoundedLater:
     ) -> None:
         self._weight, self._bias, self._rounded = weight, bias, rounded
 
+    def see(self, x: torch.Tensor) -> Linear:
+        self._weight = self._rounded(self._weight, x)
+        return DenseLinear(self._weight, self._bias)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self._rounded(self._weight, x), self._bias)
+        return self.see(x)(x)
 
 
 class LayerRounding:
@@ -108,6 +131,9 @@ class LayerRounding:
         def noting(
             names: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor | None
         ) -> Linear:
+            # an expert sees other rows in the two streams
+            if ".experts." in names[0] or f"{names[0]}.weight" not in self._kinds:
+                return DenseLinear(weight, bias)
             exact[names] = _Noting(weight, bias)
             return exact[names]
 
@@ -121,13 +147,16 @@ class LayerRounding:
 
             def rounded(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
                 del unseen[names]
-                return self._round(names, weight, x, exact.pop(names).inputs, found)
+                return self._round(names, weight, x, exact.pop(names, None), found)
 
             return _RoundedLater(weight, bias, rounded)
 
         streams = self._streams
         with streams.layer(index, noting) as layer:
             streams.run(index, layer, self.exact)
+        del layer
+        for product in exact.values():
+            product.free()
         with streams.layer(index, later) as layer:
             streams.run(index, layer, self.rounded)
         # experts that no token of the text chose
@@ -146,20 +175,23 @@ class LayerRounding:
         names: tuple[str, ...],
         weight: torch.Tensor,
         x: torch.Tensor,
-        exact: torch.Tensor | None,
+        exact: _Noting | None,
         found: dict[str, RoundedTensor],
     ) -> torch.Tensor:
         """Round the matrices of one product, add them to ``found``, and return their values."""
         kind = self._kinds[f"{names[0]}.weight"]
         moments, target = x.t() @ x, weight
         self._check_finite(names, weight, moments)
-        # an expert sees other rows in the two streams
-        if exact is not None and exact.shape == x.shape and ".experts." not in names[0]:
-            damped = moments.clone()
-            damped.diagonal().add_(damped.diagonal().mean() * _CORRECTION_DAMPING + _LEAST)
-            shift = weight @ (exact.t() @ x - moments)
-            factor = torch.linalg.cholesky(damped)
+        if exact is not None:
+            shift = exact.shift(weight, x, moments)
+            del exact
+            diagonal = moments.diagonal()
+            before = diagonal.clone()
+            diagonal.add_(diagonal.mean() * _CORRECTION_DAMPING + _LEAST)
+            factor = torch.linalg.cholesky(moments)
+            diagonal.copy_(before)
             target = weight + torch.cholesky_solve(shift.t(), factor).t()
+            del factor
         # fewer tokens than that are too few to tell inputs by
         known = moments if len(x) >= _LEAST_TOKENS * x.shape[1] else None
         values, blocks = _in_bits(kind, target, known)

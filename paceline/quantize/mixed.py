@@ -21,7 +21,7 @@ from paceline.checkpoints.gguf.container import SIZES, GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.errors import CheckpointError, ConfigError
 from paceline.quantize.rounding import levels_of, round_nearest
-from paceline.quantize.streams import Maker, Streams
+from paceline.quantize.streams import Maker, Streams, dense
 
 __all__ = ["KINDS", "allocate", "check_size", "group_of", "losses", "share_of"]
 
@@ -68,7 +68,7 @@ def losses(
         every = [streams.embed(text)]
         for index in range(layers):
             before, groups = every[0].clone(), _groups_of_layer(names, index)
-            with streams.layer(index, _dense) as layer:
+            with streams.layer(index, dense) as layer:
                 for x in every:
                     streams.run(index, layer, x)
             for group in groups:
@@ -155,10 +155,6 @@ def _bits(kind: GGUFType) -> float:
 def _groups_of_layer(names: frozenset[str], index: int) -> list[str]:
     start = f"model.layers.{index}."
     return sorted({group_of(name) for name in names if name.startswith(start)})
-
-
-def _dense(names: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    return DenseLinear(weight, bias)
 
 
 def _rounding(group: str, allowed: frozenset[str]) -> Maker:

@@ -95,7 +95,8 @@ def round_matrix(
 
     Args:
         weight: [rows, columns] in float32, columns a multiple of GROUP.
-        hessian: [columns, columns] in float32.
+        hessian: [columns, columns] in float32, which is damped in place while this runs: of wide
+            matrices it is the largest of all that is in memory.
         levels: see ``levels_of``.
         threads: rows are shared out among them; the result is the same for any number.
 
@@ -103,23 +104,24 @@ def round_matrix(
     """
     if not bool(torch.isfinite(weight).all()) or not bool(torch.isfinite(hessian).all()):
         raise ValueError("a weight or an activation is not finite")
-    damped = hessian.clone()
-    diagonal = damped.diagonal()
+    diagonal = hessian.diagonal()
+    before = diagonal.clone()
     # a column that no input reaches is rounded as it is
     diagonal.add_(max(float(diagonal.mean()) * _DAMPING, 1e-12))
-    upper = _inverse_factor(damped)
+    upper = _inverse_factor(hessian)
 
     def of_rows(part: torch.Tensor) -> Rounded:
         with torch.inference_mode():
             rounded = _compensated(part, upper, levels)
             for _ in range(sweeps):
-                _improve(rounded, part, damped, levels)
+                _improve(rounded, part, hessian, levels)
         return rounded
 
     with _one_thread_each(threads) as pool:
         # pairs of parts, so that two threads, which most small machines have, end together
         pairs = -(-len(weight) // (2 * _ROWS))
         parts = list(pool.map(of_rows, weight.tensor_split(2 * pairs)))
+    diagonal.copy_(before)
     return Rounded(
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scales for part in parts]),
@@ -143,10 +145,10 @@ def _one_thread_each(threads: int) -> Iterator[ThreadPoolExecutor]:
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     """Return the upper triangular U with ``U^T U`` the inverse of ``hessian``."""
     # with rows and columns in reverse, the lower factor of H becomes an upper one, R R^T = H
-    reverse = torch.linalg.cholesky(hessian.double().flip(0, 1)).flip(0, 1)
-    identity = torch.eye(len(hessian), dtype=torch.float64)
-    factor: torch.Tensor = torch.linalg.solve_triangular(reverse, identity, upper=True)
-    return factor.float()
+    reverse = torch.linalg.cholesky(hessian.flip(0, 1)).flip(0, 1)
+    inverse = torch.eye(len(hessian))
+    torch.linalg.solve_triangular(reverse, inverse, upper=True, out=inverse)
+    return inverse
 
 
 def _range(low: torch.Tensor, high: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:

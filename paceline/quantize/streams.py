@@ -8,26 +8,58 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 
 from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.attention import RotaryTable, TorchAttention
-from paceline.backends.torch.linear import DenseLinear, Linear
+from paceline.backends.torch.linear import MLP, Adapt, DenseLinear, DenseMLP, Linear
 from paceline.backends.torch.model import Decoder, DecoderWeights, LayerWeights, RMSNorm
 from paceline.backends.torch.weights import TensorReader, TensorSource
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.model.config import ModelConfig
 
-__all__ = ["Maker", "Streams"]
+__all__ = ["Maker", "Seeing", "Streams", "dense"]
 
 _BLOCK: Final = 16
+# rows of an MLP's inner products that are made at once
+_ROWS: Final = 1024
 _CPU: Final = torch.device("cpu")
 
 # names of the matrices of one product, their rows [rows, columns] together, and their bias
 Maker: TypeAlias = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor | None], Linear]
+
+
+def dense(names: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """Make a product of the weights as they are."""
+    return DenseLinear(weight, bias)
+
+
+@runtime_checkable
+class Seeing(Protocol):
+    """A product that needs all of its input before any of its output is made."""
+
+    def see(self, x: torch.Tensor) -> Linear:
+        """Return what multiplies any rows of ``x``."""
+
+
+class _RowsMLP(DenseMLP):
+    """A gated MLP that makes the product with gate and up, the widest, some rows at a time."""
+
+    def __call__(self, x: torch.Tensor, adapt: Adapt | None = None) -> torch.Tensor:
+        seeing = self._gate_up
+        product = seeing.see(x) if isinstance(seeing, Seeing) else seeing
+        inner: torch.Tensor | None = None
+        for start in range(0, len(x), _ROWS):
+            rows = slice(start, start + _ROWS)
+            part = self._gated(*product(x[rows]).chunk(2, dim=-1))
+            if inner is None:
+                inner = part.new_empty(len(x), part.shape[1])
+            inner[rows] = part
+        assert inner is not None, "no rows"
+        return self._down(inner)
 
 
 class _Reader(TensorReader):
@@ -41,6 +73,14 @@ class _Reader(TensorReader):
         weight = torch.cat([self.get(f"{name}.weight") for name in names])
         biases = [bias for name in names if (bias := self.maybe(f"{name}.bias")) is not None]
         return self._make(names, weight, torch.cat(biases) if biases else None)
+
+    def mlp(self, name: str) -> MLP:
+        if f"{name}.router.weight" in self._shapes:
+            return super().mlp(name)
+        config = self._source.config
+        gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
+        down = self.linear(f"{name}.down_proj")
+        return _RowsMLP(gate_up, down, config.activation, config.swiglu_limit)
 
 
 class _OneLayer(TorchAttention):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -11,14 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.quantize import speed
+from benchmarks.quantize import memory, speed
 from benchmarks.quantize.__main__ import killed_at_half
+from benchmarks.quantize.memory import memory_of_shape, run_alone, write_layer
 from benchmarks.quantize.peer import read_by_peer
 from benchmarks.quantize.speed import speed_ratio
 from paceline.backends.native import unavailable_reason
+from paceline.checkpoints.open import open_checkpoint
 from paceline.quantize.check import REFERENCE, build, forward_of
 from tests.backends.torch.models import VOCAB, save_model
-from tests.quantize.test_folder import folder_of
+from tests.quantize.test_folder import folder_of, written
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"native kernels: {unavailable_reason()}"
@@ -83,3 +86,16 @@ def test_the_faster_side(
     ratio = speed_ratio(small, large, "q4/int8", windows, 1)
     assert ratio.low > 2 and ratio.median > 2
     assert speed_ratio(large, small, "q4/int8", windows, 1).median < 0.5
+
+
+def test_one_layer_of_a_wide_model_is_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written(folder_of(tmp_path / "model"))
+    monkeypatch.setattr(memory, "write_layer", partial(write_layer, width=64, inner=96, heads=2))
+    found = memory_of_shape(source, tmp_path)
+    assert found["peak_mb"] > found["imports_mb"] - 50 > 0
+    config = open_checkpoint(tmp_path / "one-layer-q4.gguf").config
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (1, 64, 96)
+    with pytest.raises(subprocess.CalledProcessError):
+        run_alone((sys.executable, "-c", "raise SystemExit(3)"))

@@ -1,0 +1,83 @@
+"""Peak memory of ``paceline quantize`` on a model of 1.7B parameters, of which one layer is enough:
+layers are read, rounded and forgotten one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from resource import struct_rusage
+from typing import Any, Final
+
+import gguf
+import numpy as np
+
+__all__ = ["memory_of_shape", "run_alone", "write_layer"]
+
+# as SmolLM2-1.7B has them
+WIDTH: Final = 2048
+INNER: Final = 8192
+HEADS: Final = 32
+_LOADED: Final = (
+    "import torch, paceline.cli.main, paceline.cli.models.quantize, paceline.quantize.quantize,"
+    "paceline.quantize.text, paceline.engine.text.tokenizer"
+)
+
+
+def run_alone(command: Sequence[str], **options: Any) -> struct_rusage:
+    """Run a command, and return what it alone used. Raises CalledProcessError."""
+    with subprocess.Popen(command, **options) as process:
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return used
+
+
+def write_layer(
+    source: Path, target: Path, width: int = WIDTH, inner: int = INNER, heads: int = HEADS
+) -> None:
+    """Write a model of one layer of random weights, with the tokenizer of ``source``, a GGUF file
+    of the llama architecture."""
+    reader, random = gguf.GGUFReader(source), np.random.default_rng(5)
+    changed = {
+        "llama.block_count": 1, "llama.embedding_length": width, "llama.feed_forward_length": inner,
+        "llama.attention.head_count": heads, "llama.attention.head_count_kv": heads,
+    }  # fmt: skip
+    of_heads = ("rope.dimension_count", "attention.key_length", "attention.value_length")
+    changed |= {f"llama.{key}": width // heads for key in of_heads}
+    left_out = ("general.alignment", "general.architecture", "general.file_type")
+    writer = gguf.GGUFWriter(target, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in left_out:
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, changed.get(name, field.contents()), kind, sub_type=sub)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    vocabulary = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
+    shapes = {"token_embd": (vocabulary, width)}
+    shapes |= {f"blk.0.attn_{part}": (width, width) for part in ("q", "k", "v", "output")}
+    shapes |= {f"blk.0.ffn_{part}": (inner, width) for part in ("gate", "up")}
+    for name, shape in (shapes | {"blk.0.ffn_down": (width, inner)}).items():
+        values = random.standard_normal(shape, dtype=np.float32) / np.sqrt(width)
+        writer.add_tensor(f"{name}.weight", values.astype(np.float16))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(width, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def memory_of_shape(source: Path, folder: Path) -> dict[str, int]:
+    """Return MB: the command's peak, and what it has after its imports."""
+    model, target = folder / "one-layer.gguf", folder / "one-layer-q4.gguf"
+    write_layer(source, model)
+    command = (sys.executable, "-m", "paceline.cli.main", "quantize", str(model), "-o", str(target))
+    peak = run_alone(command, stdout=subprocess.DEVNULL).ru_maxrss
+    imports = run_alone((sys.executable, "-c", _LOADED)).ru_maxrss
+    model.unlink()
+    return {"peak_mb": peak >> 10, "imports_mb": imports >> 10}
