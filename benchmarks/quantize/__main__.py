@@ -14,8 +14,9 @@ held back. ``published`` there is the default model as it is published, in four 
 
 llama.cpp, built from the source that benchmarks/peers takes, reads the file of four bits: its
 logits are compared with float32 of the same file. ``llama.cpp`` among the formats is what its own
-tools make of the twin: Q4_1 with an importance matrix of the calibration text, as many bytes, and
-served here like the others. The file's speed is compared with the published one's, in turns.
+tools make of the twin with an importance matrix of the calibration text, served here like the
+others: Q4_1, in as many bytes, and Q4_K_M of the twin widened by zeros to whole blocks of 256,
+which has the same outputs. The file's speed is compared with the published one's, in turns.
 
 ``killed``: the command is killed once half of the layers are done, and run again. ``memory``: the
 command's peak on one layer of random weights in the shape of a model of 1.7B.
@@ -27,7 +28,8 @@ questions.
 The last line is JSON. PARTS=texts,killed,memory,peer,chat chooses; QUICK=1: the gate's text alone.
 FOLDER=PATH keeps the files there, and does not make those again that an earlier run left. TOKENS=16
 ends answers on chat where distributions are compared no further: minutes instead of a quarter of an
-hour, but loops are not counted, so no format passes.
+hour, but loops are not counted, so no format passes. PACELINE_ISA=avx2 takes another level of the
+native kernels, which is printed.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -53,7 +56,7 @@ from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.quantize.memory import memory_of_shape, run_alone
 from benchmarks.quantize.peer import llama_cpp, read_by_peer
 from benchmarks.quantize.speed import speed_ratio
-from benchmarks.quantize.twin import write_twin
+from benchmarks.quantize.twin import widen, write_twin
 from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import OWN_BITS
 from paceline.bench.machine import machine
@@ -162,6 +165,13 @@ def distances(
     return found
 
 
+def bits_of_layers(path: Path) -> float:
+    """Return the bits a weight of the layers' matrices, zeros that a model was widened by too."""
+    tensors = [t for t in gguf.GGUFReader(path).tensors if t.name.startswith("blk.")]
+    matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
+    return 8 * sum(int(t.n_bytes) for t in matrices) / sum(int(t.n_elements) for t in matrices)
+
+
 def as_json(figures: Figures) -> dict[str, float]:
     return {
         "kl": round(figures.kl, 5),
@@ -198,11 +208,12 @@ def main() -> int:
     if unknown := set(PARTS) - set(ALL_PARTS):
         print(f"PARTS has {', '.join(unknown)}, must be of {', '.join(ALL_PARTS)}", file=sys.stderr)
         return 2
-    unmeasured = Unmeasured()
+    unmeasured, about = Unmeasured(), machine()
+    print(f"{about['cpu']}, {about['cores']} cores, level {about['level']}", flush=True)
     with ExitStack() as stack:
         name = os.environ.get("FOLDER") or stack.enter_context(tempfile.TemporaryDirectory())
         results = measured(published, Path(name), unmeasured)
-    report = {"bench": "quantize", "machine": machine(), "results": results}
+    report = {"bench": "quantize", "machine": about, "results": results}
     print(json.dumps(report | {"unmeasured": unmeasured.reasons}))
     return unmeasured.exit_code
 
@@ -227,7 +238,8 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
         formats[name] = (target, f"{OWN_BITS}/int8")
         print(
             f"{name}: {run['seconds']} s, {run['cpu_seconds']} s of processors, at most "
-            f"{run['peak_mb']} MB of memory, {run['file_mb']} MB of file",
+            f"{run['peak_mb']} MB of memory, {run['file_mb']} MB of file, "
+            f"{bits_of_layers(target):.2f} bits a weight of the layers",
             flush=True,
         )
     if "killed" in PARTS:
@@ -244,14 +256,21 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
             peer = llama_cpp(twin)
             for key, path in (("peer_kl", formats["q4"][0]), ("peer_kl_published", published)):
                 results[key] = round(read_by_peer(peer, path, texts["gate"], threads).kl, 5)
-            target = folder / "twin-peer.gguf"
             # with the marks of turns
             text = tokenizer.decode(own.tolist(), skip_special_tokens=False)
-            began = time.monotonic()
-            peer.round_with_importance(twin, "Q4_1", text, target)
-            results["peer_seconds"] = round(time.monotonic() - began, 1)
-            results["peer_file_mb"] = round(target.stat().st_size / 1e6, 1)
-            formats["llama.cpp"] = (target, f"{OWN_BITS}/int8")
+            wide = folder / "twin-wide-f16.gguf"
+            if not wide.exists():
+                widen(twin, wide)
+            results["peer_files"] = {}
+            for kind, source in (("Q4_1", twin), ("Q4_K_M", wide)):
+                target = folder / f"twin-peer-{kind}.gguf"
+                began = time.monotonic()
+                peer.round_with_importance(source, kind, text, target)
+                results["peer_files"][kind] = {
+                    "seconds": round(time.monotonic() - began, 1),
+                    "bits": round(bits_of_layers(target), 2),
+                }
+                formats[f"llama.cpp {kind}"] = (target, f"{OWN_BITS}/int8")
         ratio = speed_ratio(formats["q4"][0], published, "q4/int8", texts["gate"], threads)
         results["speed_ratio_to_q4_1"] = [round(value, 4) for value in ratio]
         show_peer(results)
@@ -264,10 +283,10 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
 
 
 def show_texts(twins: dict[str, dict[str, Any]]) -> None:
-    print(f"\n{'':12}{'text':14}{'KL':>9}{'perplexity':>12}{'top-1':>9}")
+    print(f"\n{'':18}{'text':14}{'KL':>9}{'perplexity':>12}{'top-1':>9}")
     for name, by_text in twins.items():
         for text, row in by_text.items():
-            print(f"{name:12}{text:14}{row['kl']:>9.4f}{row['ppl'] - 1:>+12.1%}{row['top1']:>9.1%}")
+            print(f"{name:18}{text:14}{row['kl']:>9.4f}{row['ppl'] - 1:>+12.1%}{row['top1']:>9.1%}")
 
 
 def show_peer(results: dict[str, Any]) -> None:
@@ -278,8 +297,8 @@ def show_peer(results: dict[str, Any]) -> None:
             f"llama.cpp next to float32 of the same file: KL {results['peer_kl']:.4f}, of the "
             f"published one {results['peer_kl_published']:.4f}"
         )
-    if "peer_file_mb" in results:
-        print(f"its own tools' file: {results['peer_file_mb']} MB, {results['peer_seconds']} s")
+    for kind, of in results.get("peer_files", {}).items():
+        print(f"its own tools' {kind}: {of['bits']} bits a weight of the layers, {of['seconds']} s")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ permuted by a seed. Every output stays what it was but for rounding to 16 bits, 
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Final
@@ -16,9 +17,11 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["write_twin"]
+__all__ = ["widen", "write_twin"]
 
 _WRITTEN_ANEW: Final = ("general.alignment", "general.architecture", "general.file_type")
+# weights of a block of K kinds
+_BLOCK: Final = 256
 _ON_RESIDUAL: Final = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
 
 
@@ -95,3 +98,43 @@ def _permuted(
         moved = [shared[:, head][..., values[head]] for head in range(len(values))]
         return np.stack(moved, 1).reshape(weight.shape)[residual]
     return weight
+
+
+def widen(source: Path, target: Path) -> None:
+    """Write a GGUF file of the llama architecture in float16 whose rows are whole blocks of K kinds
+    and whose outputs are the same: columns of zeros, heads whose values are zero, and norms for a
+    mean that counts the zeros. Raises ValueError where that takes no whole number of KV heads."""
+    reader = gguf.GGUFReader(source)
+    keys = ("embedding_length", "attention.head_count", "attention.head_count_kv")
+    hidden, heads, kv_heads = (int(reader.fields[f"llama.{key}"].contents()) for key in keys)
+    head_dim, group = hidden // heads, heads // kv_heads
+    wide = -(-hidden // _BLOCK) * _BLOCK
+    more = wide // head_dim
+    if more * head_dim != wide or more % group:
+        raise ValueError(f"{more} heads of {head_dim} in groups of {group} are not {wide} columns")
+    changed = dict(zip((f"llama.{key}" for key in keys), (wide, more, more // group), strict=True))
+    rows = {"attn_q": wide, "attn_k": wide // group, "attn_v": wide // group}
+    rows |= {"attn_output": wide, "ffn_down": wide}
+    writer = gguf.GGUFWriter(target, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in _WRITTEN_ANEW:
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, changed.get(name, field.contents()), kind, sub_type=sub)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim == 1:
+            norm = np.zeros(wide, dtype=np.float32)
+            norm[:hidden] = values * math.sqrt(hidden / wide)
+            writer.add_tensor(tensor.name, norm)
+            continue
+        part = tensor.name.removesuffix(".weight").split(".")[-1]
+        columns = wide if values.shape[1] == hidden else values.shape[1]
+        out = np.zeros((rows.get(part, len(values)), columns), dtype=np.float16)
+        out[: len(values), : values.shape[1]] = values
+        writer.add_tensor(tensor.name, out)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -40,6 +40,10 @@ _LEAST: Final = 1e-12
 _LEAST_TOKENS: Final = 0.25
 
 
+# windows that run through a layer as it was at once
+_WINDOWS: Final = 4
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedTensor:
     """A matrix in few bits."""
@@ -50,23 +54,25 @@ class RoundedTensor:
 
 
 class _Noting:
-    """A product that keeps its inputs, or its outputs without the bias where these are fewer."""
+    """A product that keeps the inputs of each of its calls, or its outputs without the bias where
+    these are fewer."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
-        self.inputs: torch.Tensor | None = None
-        self.outputs: torch.Tensor | None = None
+        self._inputs: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
 
     def see(self, x: torch.Tensor) -> Linear:
         # without a norm before it a product reads the stream itself, which changes
-        self.inputs = x.clone()
+        self._inputs.append(x.clone())
         return DenseLinear(self._weight, self._bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(self._weight) >= x.shape[1]:
             return self.see(x)(x)
-        self.outputs = torch.nn.functional.linear(x, self._weight)
-        return self.outputs.clone() if self._bias is None else self.outputs + self._bias
+        out = torch.nn.functional.linear(x, self._weight)
+        self._outputs.append(out)
+        return out.clone() if self._bias is None else out + self._bias
 
     def free(self) -> None:
         """Forget the weight, once the layer has run."""
@@ -75,10 +81,17 @@ class _Noting:
     def shift(self, weight: torch.Tensor, x: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
         """Return ``weight``'s outputs on the inputs that were kept less those on ``x``, times
         ``x``: [rows, columns]. ``moments``: ``x^T x``."""
-        if self.outputs is not None:
-            return torch.addmm(self.outputs.t() @ x, weight, moments, alpha=-1)
-        assert self.inputs is not None, "nothing ran"
-        return weight @ (self.inputs.t() @ x).sub_(moments)
+        kept = self._outputs or self._inputs
+        parts = zip(kept, x.split([len(part) for part in kept]), strict=True)
+        if self._outputs:
+            of_outputs = (weight @ moments).neg_()
+            for outputs, part in parts:
+                of_outputs.addmm_(outputs.t(), part)
+            return of_outputs
+        cross = moments.neg()
+        for inputs, part in parts:
+            cross.addmm_(inputs.t(), part)
+        return weight @ cross
 
 
 class _RoundedLater:
@@ -112,7 +125,8 @@ class LayerRounding:
         self, checkpoint: Checkpoint, windows: torch.Tensor, kinds: Mapping[str, GGUFType]
     ) -> None:
         self._checkpoint, self._kinds = checkpoint, kinds
-        self._streams = Streams(checkpoint, windows.shape[1])
+        self._length = windows.shape[1]
+        self._streams = Streams(checkpoint, self._length)
         # [tokens, hidden] in float32
         self.exact = self._streams.embed(windows)
         self.rounded = self.exact.clone()
@@ -153,7 +167,9 @@ class LayerRounding:
 
         streams = self._streams
         with streams.layer(index, noting) as layer:
-            streams.run(index, layer, self.exact)
+            # the rounded stream cannot, as a matrix is rounded on the inputs of all windows
+            for part in self.exact.split(_WINDOWS * self._length):
+                streams.run(index, layer, part)
         del layer
         for product in exact.values():
             product.free()

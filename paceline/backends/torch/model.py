@@ -208,6 +208,8 @@ class Decoder:
             heads = qkv[:, : self._heads + self._kv_heads]
             self._tables[table].rotate_(heads, rotations[table])
         attended = attention.attend(index, qkv)
+        # the widest of long prompts, but for the MLP's
+        del qkv
         if wanted is not None:
             x, attended = x[wanted], attended[wanted]
             if not len(x):
