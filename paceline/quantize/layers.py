@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.backends.machine.heap import trim_heap
 from paceline.backends.torch.linear import DenseLinear, Linear
 from paceline.checkpoints.gguf.container import GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint
@@ -212,6 +213,8 @@ class LayerRounding:
         known = moments if len(x) >= _LEAST_TOKENS * x.shape[1] else None
         values, blocks = _in_bits(kind, target, known)
         self._add(names, blocks, found)
+        # what the threads that rounded have freed
+        trim_heap()
         return values
 
     def _check_finite(self, names: tuple[str, ...], *values: torch.Tensor) -> None:

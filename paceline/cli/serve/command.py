@@ -301,8 +301,9 @@ async def _serve(
 ) -> int:
     import asyncio
 
+    from paceline.backends.machine.heap import trim_heap
     from paceline.cli.flags.settings import ENGINE_PROCESS
-    from paceline.cli.serve.startup import Stages, process_age, trim_heap
+    from paceline.cli.serve.startup import Stages, process_age
     from paceline.cli.wiring import build_tokenizer
     from paceline.engine.process.client import ProcessEngineClient
     from paceline.engine.process.garbage import uncollected

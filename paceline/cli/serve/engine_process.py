@@ -9,8 +9,9 @@ import logging
 import sys
 import time
 
+from paceline.backends.machine.heap import trim_heap
 from paceline.cli.flags.settings import EngineSettings
-from paceline.cli.serve.startup import Stages, process_age, trim_heap
+from paceline.cli.serve.startup import Stages, process_age
 from paceline.cli.terminal.logs import configure_logging
 from paceline.cli.wiring import build_core
 from paceline.engine.core import EngineCore

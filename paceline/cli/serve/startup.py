@@ -1,17 +1,13 @@
-"""Durations of the parts of a start, which a server's two processes log, and the return of memory
-that was freed in it.
-"""
+"""Durations of the parts of a start, which a server's two processes log."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
 import time
 from pathlib import Path
 
-__all__ = ["Stages", "process_age", "trim_heap"]
+__all__ = ["Stages", "process_age"]
 
 _IMPORTED = time.monotonic()
 
@@ -55,11 +51,3 @@ class Stages:
         fields = {"total": self.total, **self._parts}
         names = " ".join(f"{name}=%.2f" for name in fields)
         logger.info(f"{event} {names}", *fields.values())
-
-
-def trim_heap() -> None:
-    """Trim the heap, once a process has loaded what it keeps. glibc would otherwise hold the memory
-    of vocabulary texts, dequantised layers and module sources for later allocations, which do not
-    come. Takes some milliseconds; does nothing under other C libraries."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.serve.startup import Stages, process_age, trim_heap
+from paceline.backends.machine.heap import trim_heap
+from paceline.cli.serve.startup import Stages, process_age
 
 
 def test_stages_follow_each_other(caplog: pytest.LogCaptureFixture) -> None:
