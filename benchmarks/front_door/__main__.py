@@ -4,7 +4,9 @@ Method. ``commands``: each of the 60 command lines of commands.txt is started wi
 place of its own, on a free port, and ended once it is ready; a command counts if it becomes ready,
 and what its start log says about its flags is printed. ``loops``: a server of the default model
 with its default settings is asked each of the 200 everyday questions of benchmarks/common for 200
-tokens, with seeds 1, 2 and 3; ``questions.loops`` says which answers loop.
+tokens, with seeds 1, 2 and 3; ``questions.loops`` says which answers loop. ``tasks``: the
+same server is asked the 510 tasks with exact checkers of benchmarks/cascade, 17 kinds, for what its
+default settings cost.
 
 ``install``: the wheel in dist/ (``make wheel``) is installed into an empty environment and asked
 once.
@@ -12,9 +14,9 @@ once.
 ``page``: the files of the page at /ui with gzip, and its longest task, by the browser's own report
 of tasks above 50 ms, while a null backend sends 100 tokens a second for ten seconds (Chromium).
 
-PARTS=commands,loops picks parts; QUICK=1 asks every tenth question. To choose settings by:
-OPEN=1 asks the half of the questions that is not held back, with seed 1, and FLAGS are flags of the
-server. The last line is JSON.
+PARTS=commands,loops picks parts; QUICK=1 asks a tenth. To choose settings by:
+OPEN=1 asks the half of the questions that is not held back, with seeds 4, 5 and 6, and other tasks;
+FLAGS are flags of the server. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +36,7 @@ from benchmarks.front_door.install import measure_install
 from benchmarks.front_door.loops import measure_loops
 from benchmarks.front_door.page import measure_page
 from benchmarks.front_door.starts import start_all
+from benchmarks.front_door.tasks import measure_tasks
 from paceline.bench.machine import machine
 
 
@@ -49,20 +53,20 @@ def _commands(folder: Path) -> dict[str, Any]:
     return {"commands_started": started}
 
 
-def _loops(folder: Path) -> dict[str, Any]:
-    return {
-        "loops": measure_loops(
-            folder,
-            every=10 if os.environ.get("QUICK") else 1,
-            flags=shlex.split(os.environ.get("FLAGS", "")),
-            only_open=bool(os.environ.get("OPEN")),
-        )
-    }
+def _asked(name: str, measure: Callable[..., dict[str, Any]], folder: Path) -> dict[str, Any]:
+    found = measure(
+        folder,
+        every=10 if os.environ.get("QUICK") else 1,
+        flags=shlex.split(os.environ.get("FLAGS", "")),
+        only_open=bool(os.environ.get("OPEN")),
+    )
+    return {name: found}
 
 
 PARTS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
     "commands": _commands,
-    "loops": _loops,
+    "loops": partial(_asked, "loops", measure_loops),
+    "tasks": partial(_asked, "tasks", measure_tasks),
     "install": measure_install,
     "page": measure_page,
 }

@@ -14,10 +14,12 @@ from typing import Any, Final
 from benchmarks.common.questions import HELD, LOOP_TOKENS, OPEN, QUESTIONS, loops, share
 from benchmarks.common.server import PacelineServer
 
-__all__ = ["measure_loops"]
+__all__ = ["MODEL", "ask", "measure_loops"]
 
 MODEL: Final = "smollm2-135m"
 SEEDS: Final = (1, 2, 3)
+# seeds that settings are chosen by
+OPEN_SEEDS: Final = (4, 5, 6)
 _CONCURRENT: Final = 16
 
 
@@ -27,13 +29,20 @@ def measure_loops(
     """Ask the questions with each seed, and return the shares of answers that loop: of all, by
     seed, and of the half that nothing was chosen by."""
     questions = (OPEN if only_open else QUESTIONS)[::every]
-    seeds = SEEDS[:1] if only_open else SEEDS
+    seeds = OPEN_SEEDS if only_open else SEEDS
     asked = [(question, seed) for seed in seeds for question in questions]
     with (
         PacelineServer(MODEL, *flags, log=folder / "log") as server,
         ThreadPoolExecutor(_CONCURRENT) as pool,
     ):
-        answers = list(pool.map(lambda pair: _ask(server.port, *pair), asked))
+        bodies = (
+            {
+                "messages": [{"role": "user", "content": question}],
+                "max_tokens": LOOP_TOKENS, "seed": seed,
+            }
+            for question, seed in asked
+        )  # fmt: skip
+        answers = list(pool.map(lambda body: ask(server.port, body), bodies))
     found = [loops(answer) for answer in answers]
     for (question, seed), is_loop, answer in zip(asked, found, answers, strict=True):
         if is_loop:
@@ -56,11 +65,8 @@ def measure_loops(
     }
 
 
-def _ask(port: int, question: str, seed: int) -> str:
-    body = {
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": LOOP_TOKENS, "seed": seed,
-    }  # fmt: skip
+def ask(port: int, body: dict[str, Any]) -> str:
+    """Return the text of a chat's answer."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),

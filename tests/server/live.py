@@ -18,8 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from paceline.backends.reference.null import NullBackend
 from paceline.cli.flags.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
 from paceline.cli.simulation.what_if import choices
@@ -113,5 +111,5 @@ async def main() -> int:
 
 if __name__ == "__main__":
     # as the command line does
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner() as runner:
         sys.exit(runner.run(main()))

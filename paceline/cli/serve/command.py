@@ -174,12 +174,10 @@ def run(args: argparse.Namespace) -> int:
 
         import asyncio
 
-        import uvloop
-
         def configure() -> ServerConfig:
             return _server_config(args, settings, api_keys, listener.getsockname()[1])
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner() as runner:
             supervision = (args.stall_timeout, args.max_engine_restarts)
             said = [f"{n.given} is {n.here}" for n in args.elsewhere if "served as" in n.here]
             if plan.said:

@@ -112,10 +112,9 @@ def run(args: argparse.Namespace) -> int:
         import asyncio
         import gc
 
-        import uvloop
-
         from paceline.gateway.app import Gateway
         from paceline.gateway.lifecycle import serve_gateway
+        from paceline.http.event_loop import new_event_loop
 
         async def serve() -> int:
             gateway = Gateway(config, keys)
@@ -140,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
             return await serve_gateway(gateway, listener, ready, again)
 
         logging.getLogger("paceline.gateway").info("starting engines=%d", len(config.engines))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(serve())
 
 

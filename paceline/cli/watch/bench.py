@@ -162,11 +162,10 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     import asyncio
 
-    import uvloop
-
     from paceline.bench.account import make_report
     from paceline.bench.drive import Server, drive, prepare
     from paceline.bench.plan import Bodies, PromptFile, Words
+    from paceline.http.event_loop import new_event_loop
 
     plan = _plan(args)
     server = Server.parse(args.url, args.api_key if args.api_key is not None else _key())
@@ -189,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
             )
 
     began = time.time()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         model, found = runner.run(both())
     report = make_report(found.outcomes, name=model, lags=found.lags, interrupted=found.interrupted)
     settings = _settings(args) | {"model": model, "workload": plan.name}

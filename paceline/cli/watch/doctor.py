@@ -34,7 +34,7 @@ fault: something will not work. Exit codes: 0 without a fault, 1 with one.
 
 # packages that a server computes, serves and parses with
 _PACKAGES: Final = (
-    "fastapi", "uvicorn", "httptools", "uvloop", "pyzmq", "msgspec", "jinja2", "tokenizers",
+    "fastapi", "uvicorn", "httptools", "pyzmq", "msgspec", "jinja2", "tokenizers",
     "llguidance", "numpy",
 )  # fmt: skip
 # modules of an extra, the extra, and the feature that needs it
