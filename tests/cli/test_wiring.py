@@ -252,10 +252,12 @@ assert "torch" not in sys.modules, "torch was loaded"
         subprocess.run([sys.executable, "-c", code.format(imports=imports, more=more)], check=True)
 
 
-def test_the_default_model_is_sampled_as_its_authors_say(tmp_path: Path) -> None:
+def test_the_default_model_is_sampled_as_the_catalogue_says(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf")
     known = EngineSettings.of(model_name="smollm2-135m", model_path=str(file))
-    assert default_sampling(known) == {"temperature": 0.2, "top_p": 0.9}
+    assert default_sampling(known) == {
+        "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05,
+    }  # fmt: skip
     assert default_sampling(known.changed(model_name=str(file))) == {}
     assert default_sampling(NULL) == {}
     # it is a valid default of a server

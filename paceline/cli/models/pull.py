@@ -58,12 +58,13 @@ def _list() -> int:
     from paceline.checkpoints.hub.names import parse_hub_name
     from paceline.checkpoints.hub.resolve import find_local
 
-    rows = [("NAME", "MODEL", "SIZE", "LICENCE", "TRIED", "HERE", "SOURCE")]
+    rows = [("NAME", "MODEL", "SIZE", "IFEVAL", "LICENCE", "TRIED", "HERE", "SOURCE")]
     for alias in ALIASES.values():
         here = "yes" if find_local(alias.name) else "no"
         size = f"{alias.gguf_bytes / 1e6:.0f} MB"
         source = f"package {alias.package} {alias.version}"
-        rows.append((alias.name, alias.title, size, alias.licence, "yes", here, source))
+        score = _percent(alias.ifeval)
+        rows.append((alias.name, alias.title, size, score, alias.licence, "yes", here, source))
     for row in catalogue().values():
         reference = parse_hub_name(row.hub)
         there = reference and HubCache.of(reference.repo).checked(reference.within)
@@ -72,6 +73,7 @@ def _list() -> int:
                 row.name,
                 row.title,
                 row.parameters,
+                _percent(row.ifeval),
                 f"{row.licence}, gated" if row.gated else row.licence,
                 "yes" if row.tried else "no",
                 "yes" if there else "no",
@@ -79,6 +81,13 @@ def _list() -> int:
             )
         )
     print(table(rows))
-    print("\nTRIED: was served and its answers were read. Others load if docs/use/models.md lists "
-    "their architecture.")  # fmt: skip
+    print(
+        "\nIFEVAL: percent of instructions followed, as the cards of SmolLM2 and SmolLM3 state it "
+        "of the model in 16 bits.\nTRIED: was served and its answers were read. Others load if "
+        "docs/use/models.md lists their architecture."
+    )
     return 0
+
+
+def _percent(score: float | None) -> str:
+    return "-" if score is None else f"{score:.1f}"

@@ -352,7 +352,8 @@ async def _serve(
         stages.done("listen", time.monotonic())
         stages.log(_log, "started")
         tls = config.ssl_certfile is not None
-        print(ready_line(client.info, name, host, port, tls=tls, taken_over=said), flush=True)
+        told = (*said, *_told_of_model(settings, config.default_sampling))
+        print(ready_line(client.info, name, host, port, tls=tls, taken_over=told), flush=True)
         is_ready()
 
     return await serve(
@@ -384,8 +385,8 @@ def ready_line(
     tls: bool = False,
     taken_over: Sequence[str] = (),
 ) -> str:
-    """Return the line on standard output: address, model, what flags became (``taken_over``), and a
-    command to try."""
+    """Return the line on standard output: address, model, what else is to be known
+    (``taken_over``), and a command to try."""
     # a server that listens on every address can be tried on this machine's own
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -413,3 +414,26 @@ def ready_line(
         f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, {cache}, up to "
         f"{info.max_model_len} tokens per request{why}) - try: {curl}"
     )
+
+
+def _told_of_model(settings: EngineSettings, sampling: Mapping[str, float]) -> list[str]:
+    """Return the sampling defaults with their reason, and the next better model that fits."""
+    from paceline.backends.machine.cpu import available_memory
+    from paceline.checkpoints.hub.catalogue import ALIASES, next_better
+
+    told = []
+    alias = ALIASES.get(settings.model_name)
+    if sampling:
+        values = " ".join(f"{name}={value:g}" for name, value in sampling.items())
+        why = "the model's own"
+        if settings.generation_config != "auto" or settings.override_generation_config:
+            why = "by flags"
+        elif alias is not None:
+            why = alias.sampling_reason
+        told.append(f"sampling {values} where a request names none ({why})")
+    if (row := next_better(settings.model_name, available_memory())) is not None:
+        told.append(
+            f"better answers: {row.name}, {row.parameters} parameters, not tried here, follows "
+            f"{row.ifeval:g} % of instructions" + (f" for {alias.ifeval:g}" if alias else "")
+        )
+    return told

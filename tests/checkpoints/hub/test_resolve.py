@@ -9,7 +9,7 @@ import pytest
 
 from paceline.checkpoints.hub import client
 from paceline.checkpoints.hub import resolve as resolve_module
-from paceline.checkpoints.hub.catalogue import ALIASES, catalogue
+from paceline.checkpoints.hub.catalogue import ALIASES, catalogue, next_better
 from paceline.checkpoints.hub.names import HubReference, Selection, parse_hub_name
 from paceline.checkpoints.hub.pip_models import cached_path
 from paceline.checkpoints.hub.resolve import default_cache_dir, find_local, resolve_model
@@ -162,3 +162,25 @@ def test_the_catalogue_is_data_that_can_be_followed() -> None:
         assert row.source == f"https://huggingface.co/{reference.repo}"
         assert row.licence and row.title and float(row.parameters.removesuffix("B")) > 0
         assert row.tried is False, "nothing could be downloaded where this was written"
+        assert row.ifeval is None or 0 < row.ifeval < 100
+        assert row.billions > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "better"),
+    [
+        ("smollm2-135m", 8.0, "smollm2-360m"),
+        # 0.72 GB are more than half of it
+        ("smollm2-135m", 1.4, None),
+        # of two with as many parameters the better; one that is gated is smaller
+        ("smollm2-360m", 8.0, "qwen3-1.7b"),
+        ("qwen2.5-1.5b", 8.0, "qwen3-1.7b"),
+        ("smollm3-3b", 800.0, None),
+        # nothing is known of how they answer
+        ("gemma3-1b", 8.0, None),
+        ("my-model", 8.0, None),
+    ],
+)
+def test_the_next_better_model_that_fits(name: str, gigabytes: float, better: str | None) -> None:
+    found = next_better(name, int(gigabytes * 1e9))
+    assert (found and found.name) == better

@@ -21,7 +21,7 @@ import pytest
 
 from paceline.backends.reference.null import expected_tokens
 from paceline.cli.flags.settings import EngineSettings
-from paceline.cli.serve.command import _api_keys, ready_line, successor
+from paceline.cli.serve.command import _api_keys, _told_of_model, ready_line, successor
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import EngineInfo
 from paceline.errors import ConfigError
@@ -131,6 +131,38 @@ def test_the_ready_line_counts_window_blocks() -> None:
     assert "8 KV blocks of 16 tokens in int64, 1 MiB when full" in ready_line(INFO, "m", "h", 80)
     line = ready_line(info, "m", "h", 80)
     assert "8 KV blocks of 16 tokens and 5 for sliding-window layers in int64, 4 MiB when" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling", "told"),
+    [
+        (
+            {"model_name": "smollm2-135m"},
+            {"temperature": 0.2},
+            ["the model's card", "smollm2-360m"],
+        ),
+        (
+            {"model_name": "smollm2-135m", "override_generation_config": {"top_k": 5}},
+            {"top_k": 5},
+            ["top_k=5 where a request names none (by flags)", "follows 41 % of instructions for"],
+        ),
+        (
+            {"model_name": "mine"},
+            {"min_p": 0.1},
+            ["min_p=0.1 where a request names none (the"],
+        ),
+        ({"model_name": "mine"}, {}, []),
+    ],
+)
+def test_the_ready_line_tells_of_sampling_and_of_a_better_model(
+    changes: dict[str, Any], sampling: dict[str, float], told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("paceline.backends.machine.cpu.available_memory", lambda: 8 << 30)
+    found = _told_of_model(EngineSettings.of(**changes), sampling)
+    assert len(found) == len(told) and all(map(str.__contains__, found, told)), found
+    line = ready_line(INFO, "m", "h", 80, taken_over=found)
+    assert all(each in line for each in told)
 
 
 def test_the_log_says_where_the_time_of_the_start_went(server: ServerProcess) -> None:
