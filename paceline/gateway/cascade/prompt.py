@@ -1,18 +1,25 @@
-"""Reading of a chat for the decision about it."""
+"""Reading of a request for the decision about it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.gateway.proxy.upstream_request import CHAT
 from paceline.gateway.requests.body import Body
 from paceline.routing.cascade import Conversations, form_of, ngrams_of
 
 __all__ = ["Prompt", "read_prompt"]
+
+# fields with the messages, and with the system prompt, where they are not those of a chat
+_MESSAGES: Final = {
+    "/v1/completions": ("prompt", "system"),
+    "/v1/responses": ("input", "instructions"),
+}
 
 
 class _Message(msgspec.Struct):
@@ -26,11 +33,13 @@ class _Function(msgspec.Struct):
 
 
 class _Tool(msgspec.Struct):
+    # of a chat; other APIs have the name at the top
     function: _Function | None = None
+    name: str = ""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One chat."""
+    """One request for text, of any API."""
 
     # text of the last message of the user
     text: str
@@ -54,8 +63,10 @@ class Prompt(msgspec.Struct, frozen=True):
         )
 
 
-def read_prompt(body: Body, tenant: str, conversation: bytes = b"") -> Prompt | None:
-    """Read a chat; None: it is malformed, which the engine reports.
+def read_prompt(
+    body: Body, tenant: str, conversation: bytes = b"", path: str = CHAT
+) -> Prompt | None:
+    """Read a request; None: it is malformed, which the engine reports.
 
     Args:
         conversation: name that the caller gives it; empty: its system prompt and first question
@@ -63,7 +74,7 @@ def read_prompt(body: Body, tenant: str, conversation: bytes = b"") -> Prompt | 
     """
     fields = body.fields
     try:
-        messages = msgspec.json.decode(fields.get("messages", b"null"), type=list[_Message])
+        messages = _messages_of(path, fields)
         tools = msgspec.json.decode(fields.get("tools", b"[]"), type=list[_Tool] | None) or []
         wanted = msgspec.json.decode(fields.get("response_format", b"null"))
         choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
@@ -77,15 +88,26 @@ def read_prompt(body: Body, tenant: str, conversation: bytes = b"") -> Prompt | 
     parts = [b"named", conversation] if conversation else [b"told", *map(_bytes, system[:1])]
     parts += [] if conversation else [_bytes(asked[0])]
     kind = wanted.get("type") if isinstance(wanted, dict) else None
+    offered = [tool.function or _Function(tool.name) for tool in tools]
     return Prompt(
         text=asked[-1],
         conversation=Conversations.key([tenant.encode(), *parts]),
         num_messages=len(messages),
-        tools={tool.function.name: tool.function.parameters for tool in tools if tool.function},
+        tools={tool.name: tool.parameters for tool in offered if tool.name},
         wants_call=choice == "required" or (isinstance(choice, dict) and "function" in choice),
         wants_json=kind in ("json_object", "json_schema"),
         schema=_schema_of(wanted) if kind == "json_schema" else None,
     )
+
+
+def _messages_of(path: str, fields: Mapping[str, bytes]) -> list[_Message]:
+    """Return the messages of a request, or its texts as messages. Raises MsgspecError."""
+    messages, name = _MESSAGES.get(path, ("messages", "system"))
+    told = msgspec.json.decode(fields.get(messages, b"null"), type=str | list[_Message])
+    found = [_Message("user", told)] if isinstance(told, str) else told
+    if path != CHAT and name in fields:
+        found.insert(0, _Message("system", msgspec.json.decode(fields[name])))
+    return found
 
 
 def _bytes(text: str) -> bytes:

@@ -43,12 +43,15 @@ from paceline.gateway.cascade.gate import OpenGate, PrefixGate, WholeGate, behin
 from paceline.gateway.cascade.judge import Decision, Judge
 from paceline.gateway.cascade.prompt import Prompt, read_prompt
 from paceline.gateway.proxy.context import Allowed
+from paceline.gateway.proxy.passthrough.kept import RESPONSES
 from paceline.gateway.proxy.response import cascade_header
 from paceline.gateway.proxy.upstream_request import CHAT
 from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.routing.routes import Route
+from paceline.gateway.settings.cascade import Mode
 from paceline.gateway.settings.config import GatewayConfig
+from paceline.gateway.settings.engine_types import TEXT_PATHS
 from paceline.gateway.settings.prices import Used, show_amount
 from paceline.http.errors import HttpError
 from paceline.http.sse import SSE, STREAM_HEADERS
@@ -102,9 +105,9 @@ class Cascades(NoCascades):
 
     def find(self, path: str, body: Body, route: Route) -> Answering | None:
         judge = self._judges.get(route.model)
-        if judge is None or path != CHAT or body.resumed:
+        if judge is None or path not in TEXT_PATHS or body.resumed or _is_stored(path, body):
             return None
-        if body.n != 1 and route.tiers:
+        if route.tiers and (body.num_made != 1 or (path != CHAT and not judge.has_scores)):
             # several answers have no score; what may not leave has no choice, and needs none
             return None
         return partial(self.answer, judge)
@@ -119,7 +122,9 @@ class Cascades(NoCascades):
     async def answer(self, judge: Judge, asked: Asked) -> None:
         """Answer a request. Raises as the relaying of a request does."""
         run = _Run(self._gateway, judge, asked)
-        prompt = read_prompt(asked.body, asked.incoming.tenant, run.conversation_name)
+        prompt = read_prompt(
+            asked.body, asked.incoming.tenant, run.conversation_name, asked.incoming.path
+        )
         small = run.small_route()
         if small is not None and not asked.route.tiers:
             await run.small(small, Decision(True, "local_only"))
@@ -143,7 +148,10 @@ class _Run:
 
     def __init__(self, gateway: Relaying, judge: Judge, asked: Asked) -> None:
         self._gateway, self._judge, self._asked = gateway, judge, asked
-        self._mode = judge.mode_for(stream=asked.body.stream)
+        self._path = asked.incoming.path
+        # answers of other APIs have other signals than those of the calibration
+        is_chat = self._path == CHAT
+        self._mode: Mode = judge.mode_for(stream=asked.body.stream) if is_chat else "route"
         # decision by the prompt alone, where it was made
         self._by_prompt: Decision | None = None
 
@@ -161,7 +169,7 @@ class _Run:
             self._judge.config.small, asked.tokens, local_only=asked.route.local_only
         )
         try:
-            served = found.serving(CHAT, asked.body)
+            served = found.serving(self._path, asked.body)
         except HttpError:
             return None
         # the caller knows the model by the name that it asked for
@@ -176,7 +184,7 @@ class _Run:
             (
                 endpoint.upstream.load.view(demand, now).ttft
                 for endpoint in self._asked.route.tiers[0]
-                if not endpoint.usable(now, CHAT)
+                if not endpoint.usable(now, self._path)
             ),
             default=math.inf,
         )
@@ -448,6 +456,12 @@ class _Run:
         total = Used(*(sum(getattr(used, n) for _, used in usage) for n in Used.__struct_fields__))
         avoided = spending.cost(tiers[0][0], total) if kept and tiers else 0
         metrics.cascade_saved(model, float(show_amount(avoided - paid)))
+
+
+def _is_stored(path: str, body: Body) -> bool:
+    """Whether an engine keeps the answer, or has kept the one before: later requests go there."""
+    follows = body.fields.get("previous_response_id", b"null") != b"null"
+    return path == RESPONSES and (follows or body.fields.get("store") != b"false")
 
 
 def _refuses_logprobs(gate: WholeGate) -> bool:

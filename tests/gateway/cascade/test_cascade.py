@@ -491,3 +491,40 @@ def test_a_gateway_without_cascades_loads_no_numpy() -> None:
         "Gateway(GatewayConfig(engines=(engine,)), KeyRing(())); assert 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+APIS = {
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/responses": lambda text: {"input": text, "store": False, "instructions": "be brief"},
+    "/v1/messages": lambda text: {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": text}]}],
+        "max_tokens": 9,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    },
+}
+
+
+@pytest.mark.parametrize("path", sorted(APIS))
+async def test_other_apis_are_decided_by_the_prompt(tmp_path: Path, path: str) -> None:
+    calibrated = calibration(tmp_path)
+    async with cascade(said("small"), LARGE, calibration=calibrated) as (one, two, gateway, http):
+        easy = await http.post(path, json={"model": "chat", **APIS[path]("hi")})
+        assert easy.status_code == 200 and not two.bodies and one.paths == [path]
+        assert 'routed; model="small"; why="score"' in easy.headers["x-paceline-cascade"]
+        hard = await http.post(path, json={"model": "chat", **APIS[path]("why?")})
+        assert hard.status_code == 200 and two.paths == [path] and len(one.bodies) == 1
+        assert 'routed; model="chat"; why="score"' in hard.headers["x-paceline-cascade"]
+        await until(lambda: is_clean(gateway))
+
+
+async def test_a_response_that_is_stored_goes_where_later_ones_find_it(tmp_path: Path) -> None:
+    path = calibration(tmp_path)
+    async with cascade(said("small"), LARGE, calibration=path) as (one, two, _, http):
+        for more in ({}, {"store": True}, {"store": False, "previous_response_id": "x"}):
+            response = await http.post(
+                "/v1/responses", json={"model": "chat", "input": "hi", **more}
+            )
+            assert "x-paceline-cascade" not in response.headers
+        several = await http.post("/v1/completions", json={"model": "chat", "prompt": ["a", "b"]})
+        assert "x-paceline-cascade" not in several.headers
+        assert not one.bodies and len(two.bodies) == 4
