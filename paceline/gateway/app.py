@@ -358,6 +358,7 @@ class Gateway:
         self._cascades.check()
 
     async def close(self) -> None:
+        await self._cascades.close()
         await self.upstreams.close()
         await self.spending.close()
         if self._limiter is not None:

@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.bench.calibrate.asking import AskError, Source
 from paceline.bench.calibrate.labels import Check, Label
-from paceline.routing.cascade import violation
+from paceline.routing.cascade import plain_text, violation
 
 __all__ = ["CheckFailedError", "quality", "text_of"]
 
@@ -41,7 +41,7 @@ def quality(label: Label, text: str) -> float:
     """Return the quality of an answer. Raises CheckFailedError."""
     check = label.check
     if check.exact is not None:
-        return float(_plain(text) == _plain(check.exact))
+        return float(plain_text(text) == plain_text(check.exact))
     if check.regex is not None:
         return float(re.search(check.regex, text) is not None)
     if check.json_schema is not None:
@@ -50,11 +50,6 @@ def quality(label: Label, text: str) -> float:
         except (msgspec.MsgspecError, RecursionError):
             return 0.0
     return _by_program(check, label, text) if check.program else _by_judge(check, label, text)
-
-
-def _plain(text: str) -> str:
-    """Return a text without the case, the spacing and the full stop that no checker means."""
-    return " ".join(text.casefold().split()).strip(" .")
 
 
 def _question(label: Label) -> str:

@@ -11,17 +11,11 @@ from numpy.typing import NDArray
 
 from paceline.bench.calibrate.curves import Outcomes
 from paceline.bench.calibrate.labels import Label
-from paceline.gateway.cascade.answer import Said, features_of, read_said
+from paceline.gateway.cascade.answer import Said, fault_of, features_of, read_said
 from paceline.gateway.cascade.prompt import Prompt, read_prompt
 from paceline.gateway.settings.calibration import Calibration, Fitted, Side
 from paceline.gateway.settings.cascade import Mode
-from paceline.routing.cascade import (
-    Features,
-    Scorer,
-    exact_fault,
-    fit_scorer,
-    is_refusal,
-)
+from paceline.routing.cascade import Features, Scorer, fit_scorer
 
 __all__ = [
     "MODES",
@@ -57,11 +51,7 @@ class Measured(msgspec.Struct, frozen=True):
 
     def fault(self, mode: Mode, first: int) -> str:
         """Return the fault that the gateway sees before it decides; empty: none."""
-        if mode == "route":
-            return ""
-        if mode == "prefix" and len(self.said.tokens) > first:
-            return "refusal" if is_refusal(self.said.answer.text) else ""
-        return exact_fault(self.said.answer)
+        return fault_of(self.said, mode, first)
 
     def features(self, mode: Mode, first: int) -> Features:
         return features_of(self.prompt, None if mode == "route" else self.said, mode, first)

@@ -6,5 +6,6 @@
     judge      scores and thresholds of one model, by its calibration
     prompt     what a request asks        answer   what a model said
     asked      a request as it comes, and what stands where there is no cascade
+    shadow     both models asked, and their answers compared
     gate       a stream whose first tokens are held back
 """

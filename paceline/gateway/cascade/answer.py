@@ -12,11 +12,19 @@ from paceline.gateway.cascade.prompt import Prompt
 from paceline.gateway.requests.body import Body
 from paceline.gateway.settings.cascade import Mode
 from paceline.gateway.streams.openai_stream import DONE
-from paceline.routing.cascade import Answer, Features, Token, confidence_of
+from paceline.routing.cascade import (
+    Answer,
+    Features,
+    Token,
+    confidence_of,
+    exact_fault,
+    is_refusal,
+)
 
 __all__ = [
     "Said",
     "events_of",
+    "fault_of",
     "features_of",
     "read_said",
     "shown",
@@ -126,6 +134,15 @@ def read_said(data: bytes, prompt: Prompt) -> Said | None:
         schema=prompt.schema,
     )
     return Said(answer, tokens)
+
+
+def fault_of(said: Said, mode: Mode, first: int) -> str:
+    """Return the fault of a whole answer that a mode sees before it decides; empty: none."""
+    if mode == "route":
+        return ""
+    if mode == "prefix" and len(said.tokens) > first:
+        return "refusal" if is_refusal(said.answer.text) else ""
+    return exact_fault(said.answer)
 
 
 def features_of(prompt: Prompt, said: Said | None, mode: Mode, first: int) -> Features:

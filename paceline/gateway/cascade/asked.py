@@ -72,6 +72,9 @@ class NoCascades:
         """Return what answers a request; None: it goes to its model as all others do."""
         return None
 
+    async def close(self) -> None:
+        """End what still runs for no caller."""
+
     def check(self) -> None:
         """Raise ConfigError if an engine has another model than a calibration was made with."""
 

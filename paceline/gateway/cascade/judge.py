@@ -9,13 +9,14 @@ from typing import Final
 import msgspec
 
 from paceline.errors import ConfigError
-from paceline.gateway.cascade.answer import Said, features_of
+from paceline.gateway.cascade.answer import Said, fault_of, features_of
 from paceline.gateway.cascade.prompt import Prompt
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.settings.calibration import Calibration, Fitted, digest_of, read_calibration
 from paceline.gateway.settings.cascade import CascadeConfig, Mode
 from paceline.gateway.upstreams.upstream import UpstreamModel
 from paceline.routing.cascade import (
+    Audit,
     Conversations,
     Drift,
     Easing,
@@ -60,15 +61,21 @@ class _Scale:
         most = config.max_loss if under is None else under.max_loss
         eased = pick_threshold(fitted.scores, fitted.losses, most)
         self._easing = Easing(strict, eased, 1.0 if under is None else under.full_wait)
-        self._first = config.prefix_tokens
+        self._first, self._bounds = config.prefix_tokens, (config.max_loss, most)
         # a label with a fault has the score 0, and no such answer is scored here
         self.drift = Drift([score for score in fitted.scores if score] or fitted.scores)
 
-    def decide(self, prompt: Prompt, said: Said | None, wait: float) -> Decision:
-        score = self._scorer.score(features_of(prompt, said, self._mode, self._first))
-        threshold = self._easing.threshold(wait)
-        self.drift.saw(score)
-        return Decision(score >= threshold, "score", score, threshold)
+    @property
+    def max_loss(self) -> float:
+        """The bound that holds now, as the large engines are busy or not."""
+        strict, eased = self._bounds
+        return strict + self._easing.share * (eased - strict)
+
+    def score(self, prompt: Prompt, said: Said | None) -> float:
+        return self._scorer.score(features_of(prompt, said, self._mode, self._first))
+
+    def threshold(self, wait: float) -> float:
+        return self._easing.threshold(wait)
 
 
 class Judge:
@@ -83,6 +90,9 @@ class Judge:
         self.conversations = Conversations()
         self._calibration: Calibration | None = None
         self._scales: dict[Mode, _Scale] = {}
+        self.audit = Audit()
+        # predicted wait for the large model, as it was last
+        self._wait = 0.0
         # models of engines that fit the calibration, as they were last listed
         self._fitting: dict[tuple[str, str], UpstreamModel] = {}
         # log-probabilities are used, and the small engine tells them as far as is known
@@ -96,6 +106,11 @@ class Judge:
                     raise ConfigError(
                         f"model {model}: calibration {config.calibration}, mode {mode}: {error}"
                     ) from None
+            if config.adaptive and self._calibration.labels != "shadow":
+                raise ConfigError(
+                    f"model {model}: adaptive needs a calibration by shadow traffic, and "
+                    f"{config.calibration} is by checkers: there another answer is no loss"
+                )
             self.asks_logprobs = "cascade" in self._scales
 
     @property
@@ -115,7 +130,7 @@ class Judge:
 
     def by_prompt(self, prompt: Prompt, wait: float) -> Decision:
         """Decide from the prompt alone."""
-        return self._scales["route"].decide(prompt, None, wait)
+        return self._decide("route", prompt, None, wait)
 
     def by_answer(
         self, prompt: Prompt, said: Said, wait: float, known: Decision | None = None
@@ -147,9 +162,50 @@ class Judge:
         if not self._scales:
             return Decision(True, "no fault")
         if said.tokens and mode in self._scales:
-            return self._scales[mode].decide(prompt, said, wait)
+            return self._decide(mode, prompt, said, wait)
         # each score is seen once
         return known or self.by_prompt(prompt, wait)
+
+    def _decide(self, mode: Mode, prompt: Prompt, said: Said | None, wait: float) -> Decision:
+        scale, self._wait = self._scales[mode], wait
+        score, threshold = scale.score(prompt, said), self._threshold(mode)
+        scale.drift.saw(score)
+        return Decision(score >= threshold, "score", score, threshold)
+
+    def _threshold(self, mode: Mode) -> float:
+        shift = self.audit.shift if self.config.adaptive else 0.0
+        return self._scales[mode].threshold(self._wait) + shift
+
+    # ---------------------------------------------------------------- audits
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether audited requests lose more than the bound, by more than chance."""
+        return self.audit.is_broken(self._max_loss)
+
+    @property
+    def _max_loss(self) -> float:
+        scales = self._scales.values()
+        return max((scale.max_loss for scale in scales), default=self.config.max_loss)
+
+    def audited(self, mode: Mode, prompt: Prompt, said: Said, *, differs: bool) -> None:
+        """Take in a request that both models were asked; ``mode``: how it was decided,
+        ``differs``: the small model's answer is another one than the large model's."""
+        stays = not fault_of(said, mode, self.config.prefix_tokens)
+        if stays and self._scales:
+            mode = mode if said.tokens and mode in self._scales else "route"
+            told = None if mode == "route" else said
+            stays = self._scales[mode].score(prompt, told) >= self._threshold(mode)
+        self.audit.add(float(differs and stays), self._max_loss)
+
+    def digests(self, small: Route, large: Route) -> tuple[str, str]:
+        """Return the digests of what the first engines of both models list; "": nothing."""
+        found = [
+            (endpoint.upstream.models or {}).get(endpoint.model)
+            for endpoint in (_first_tier(small)[0], _first_tier(large)[0])
+        ]
+        one, other = ("" if listed is None else digest_of(listed.entry) for listed in found)
+        return one, other
 
     # ---------------------------------------------------------------- the calibration's models
 

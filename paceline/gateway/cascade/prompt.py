@@ -13,7 +13,10 @@ from paceline.gateway.proxy.upstream_request import CHAT
 from paceline.gateway.requests.body import Body
 from paceline.routing.cascade import Conversations, form_of, ngrams_of
 
-__all__ = ["Prompt", "read_prompt"]
+__all__ = ["PROMPT_FIELDS", "Prompt", "read_prompt"]
+
+# fields of a chat that a prompt is read from
+PROMPT_FIELDS: Final = ("messages", "tools", "response_format", "tool_choice")
 
 # fields with the messages, and with the system prompt, where they are not those of a chat
 _MESSAGES: Final = {

@@ -42,6 +42,7 @@ from paceline.gateway.cascade.asked import (
 from paceline.gateway.cascade.gate import OpenGate, PrefixGate, WholeGate, behind
 from paceline.gateway.cascade.judge import Decision, Judge
 from paceline.gateway.cascade.prompt import Prompt, read_prompt
+from paceline.gateway.cascade.shadow import Shadows
 from paceline.gateway.proxy.context import Allowed
 from paceline.gateway.proxy.passthrough.kept import RESPONSES
 from paceline.gateway.proxy.response import cascade_header
@@ -96,6 +97,10 @@ class Cascades(NoCascades):
             if name in self._judges:
                 # conversations outlast a reload
                 self._judges[name].conversations = conversations
+        # a reload ends no comparison
+        self._shadows: Shadows = (
+            before._shadows if isinstance(before, Cascades) else Shadows(gateway)
+        )
         # models whose calibration was found not to hold, so that the log says it once
         self._told: set[str] = set()
 
@@ -141,6 +146,12 @@ class Cascades(NoCascades):
             await run.large(Decision(False, "conversation"), "routed")
         else:
             await run.decide(prompt, small)
+            if judge.config.shadow and asked.incoming.path == CHAT:
+                body = run.upstream_body(small, stream=False)
+                self._shadows.begin(judge, asked, prompt, small, body, run.mode)
+
+    async def close(self) -> None:
+        await self._shadows.close()
 
 
 class _Run:
@@ -151,7 +162,7 @@ class _Run:
         self._path = asked.incoming.path
         # answers of other APIs have other signals than those of the calibration
         is_chat = self._path == CHAT
-        self._mode: Mode = judge.mode_for(stream=asked.body.stream) if is_chat else "route"
+        self.mode: Mode = judge.mode_for(stream=asked.body.stream) if is_chat else "route"
         # decision by the prompt alone, where it was made
         self._by_prompt: Decision | None = None
 
@@ -260,16 +271,16 @@ class _Run:
     async def decide(self, prompt: Prompt, small: Route) -> None:
         """Decide by the prompt, the small model's answer, or its first tokens."""
         judge, wait = self._judge, self._wait()
-        if self._mode == "route" or (judge.has_scores and not judge.asks_logprobs):
+        if self.mode == "route" or (judge.has_scores and not judge.asks_logprobs):
             decision = self._by_prompt = judge.by_prompt(prompt, wait)
             self._note_drift()
             if not decision.small:
                 await self._large_or(partial(self.small, small), decision, "routed", prompt)
                 return
-            if self._mode == "route":
+            if self.mode == "route":
                 await self._direct_or_large(small, decision, prompt)
                 return
-        ask = self._prefix if self._mode == "prefix" else self._whole
+        ask = self._prefix if self.mode == "prefix" else self._whole
         await ask(prompt, small, wait)
 
     def _note_drift(self) -> None:
@@ -302,7 +313,7 @@ class _Run:
             raise error
         await self.large(Decision(False, "small unavailable"), "escalated", prompt)
 
-    def _upstream_body(self, small: Route, *, stream: bool) -> Body:
+    def upstream_body(self, small: Route, *, stream: bool) -> Body:
         """Return the request for the small model: with log-probabilities, if it tells any."""
         body = self._asked.body
         if self._judge.asks_logprobs:
@@ -316,7 +327,7 @@ class _Run:
         """Have the small model answer, and judge that."""
         asked = self._asked.body
         try:
-            gate, usage = await self._ask(small, self._upstream_body(small, stream=False))
+            gate, usage = await self._ask(small, self.upstream_body(small, stream=False))
             if _refuses_logprobs(gate):
                 gate, usage = await self._ask(small, without_logprobs(asked, stream=False))
                 if gate.status == 200:
@@ -388,7 +399,7 @@ class _Run:
         log-probabilities, as its engine has refused these."""
         asked, judge = self._asked, self._judge
         gate = PrefixGate(asked.incoming, asked.body, judge.config.prefix_tokens)
-        body = asked.body if plain else self._upstream_body(small, stream=True)
+        body = asked.body if plain else self.upstream_body(small, stream=True)
         inner = replace(
             asked, incoming=behind(asked.incoming, gate), body=body, route=small,
             allowed=_no_fallback(asked.allowed),

@@ -99,6 +99,20 @@ class GatewayMetrics:
             "cascade_drift",
             "Distance of a cascade's latest 200 scores from those of its labels, 0 to 1.",
         )
+        self._audited = self._of_model(
+            "counter", "cascade_audited", "Requests that both models of a cascade were asked."
+        )
+        self._audited_loss = self._of_model(
+            "gauge",
+            "cascade_audited_loss",
+            "Share of the latest 400 audited requests whose small answer differs from the large "
+            "model's and would have been sent.",
+        )
+        self._alarm = self._of_model(
+            "gauge",
+            "cascade_alarm",
+            "1 while audited requests lose more than the bound, by more than chance.",
+        )
         self._saved = self._of_model(
             "gauge",
             "cascade_saved",
@@ -150,6 +164,12 @@ class GatewayMetrics:
 
     def cascade_drifts(self, model: str, distance: float) -> None:
         self._drift.at(model).value = distance
+
+    def cascade_audited(self, model: str, loss: float, is_broken: bool) -> None:
+        """Count a request that both models were asked; ``loss``: of the latest ones."""
+        self._audited.at(model).value += 1
+        self._audited_loss.at(model).value = loss
+        self._alarm.at(model).value = float(is_broken)
 
     def cascade_saved(self, model: str, amount: float) -> None:
         """Add what an answer of the small model has saved; negative: it was paid for nothing."""

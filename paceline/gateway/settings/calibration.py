@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -19,7 +19,9 @@ from paceline.errors import ConfigError
 from paceline.gateway.settings.cascade import Mode
 from paceline.routing.cascade import CONFIDENCE, FORM, NUM_BUCKETS, Scorer
 
-__all__ = ["Calibration", "Fitted", "Side", "digest_of", "num_dense", "read_calibration"]
+__all__ = [
+    "Calibration", "Fitted", "Shadow", "Side", "digest_of", "num_dense", "read_calibration",
+]  # fmt: skip
 
 _VERSION: Final = 1
 _MAX_BYTES: Final = 64 << 20
@@ -61,8 +63,22 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     prefix_tokens: int
     # labels in all, those of the fit included
     num_labels: int
+    # whether checkers told what is lost, or each answer that differs from the large model's counts
+    labels: Literal["checked", "shadow"] = "checked"
     # without ``cascade`` and ``prefix`` the small engine tells no log-probabilities
     fitted: dict[Mode, Fitted]
+
+
+class Shadow(msgspec.Struct, frozen=True, array_like=True):
+    """Line of a file of shadow traffic: a chat, and both models' answers."""
+
+    # ``digest_of`` what their engines listed; "": they list nothing
+    small_digest: str
+    large_digest: str
+    # the chat's fields that a prompt is read from
+    chat: Mapping[str, msgspec.Raw]
+    small: msgspec.Raw
+    large: msgspec.Raw
 
 
 def num_dense(mode: Mode) -> int:

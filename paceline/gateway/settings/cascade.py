@@ -48,6 +48,15 @@ class CascadeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # tokens that are held back in mode ``prefix``
     prefix_tokens: int = 24
     under_load: UnderLoad | None = None
+    # share of the chats that both models are asked, after the caller has its answer, to compare
+    shadow: float = 0.0
+    # file of these answers, for ``paceline calibrate --shadow``; "": none is kept
+    shadow_file: str = ""
+    # the threshold grows while answers of ``shadow`` lose more than the bound
+    adaptive: bool = False
+    # distance of a prompt's score from its threshold up to which the large model begins while a
+    # prefix is held, out of ``hedge_share``; 0: it never does
+    early_prefill: float = 0.0
     # header that names a conversation; "": its system prompt and first question do
     conversation_header: str = ""
 
@@ -71,9 +80,21 @@ def check_cascade(model: str, cascade: CascadeConfig) -> None:
         raise ConfigError(
             f"{where}.prefix_tokens must be 1 to {_MOST_PREFIX}, got {cascade.prefix_tokens}"
         )
+    for name, share in (("shadow", cascade.shadow), ("early_prefill", cascade.early_prefill)):
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"{where}.{name} must be 0 to 1, got {share:g}")
+    if cascade.early_prefill and cascade.mode != "prefix":
+        raise ConfigError(f"{where}: early_prefill needs mode prefix, got {cascade.mode}")
+    if (cascade.shadow_file or cascade.adaptive) and not cascade.shadow:
+        name = "shadow_file" if cascade.shadow_file else "adaptive"
+        raise ConfigError(f"{where}: {name} needs shadow, the share of chats that both are asked")
+    if cascade.shadow and not (cascade.shadow_file or cascade.calibration):
+        raise ConfigError(f"{where}: shadow needs a shadow_file, a calibration or both")
     header = cascade.conversation_header
     if header and not _HEADER.fullmatch(header):
         raise ConfigError(f"{where}.conversation_header: {header[:80]!r} is no name of a header")
-    if not cascade.calibration and (cascade.mode != "cascade" or under is not None):
+    needs = under is not None or cascade.adaptive
+    if not cascade.calibration and (cascade.mode != "cascade" or needs):
         what = "under_load" if under is not None else f"mode {cascade.mode}"
+        what = "adaptive" if cascade.adaptive else what
         raise ConfigError(f"{where}: {what} needs a calibration, a file of paceline calibrate")

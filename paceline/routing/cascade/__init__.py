@@ -9,12 +9,21 @@
     waits   --> easing       threshold between two bounds while the large engines are busy
     turns   --> conversations   a conversation goes up freely, and never down
     scores  --> drift        whether requests are still like the labels
+    both models' answers --> audit   whether the bound still holds
 
 A score is the predicted probability that the small answer loses nothing. Values in, decisions out:
 no clock and no socket.
 """
 
-from paceline.routing.cascade.answers import Answer, exact_fault, is_loop, is_refusal
+from paceline.routing.cascade.answers import (
+    Answer,
+    agree,
+    exact_fault,
+    is_loop,
+    is_refusal,
+    plain_text,
+)
+from paceline.routing.cascade.audit import Audit
 from paceline.routing.cascade.confidence import CONFIDENCE, Token, confidence_of
 from paceline.routing.cascade.conformal import TooFewLabelsError, labels_missing, pick_threshold
 from paceline.routing.cascade.conversations import Conversations
@@ -29,6 +38,7 @@ __all__ = [
     "FORM",
     "NUM_BUCKETS",
     "Answer",
+    "Audit",
     "Conversations",
     "Drift",
     "Easing",
@@ -36,6 +46,7 @@ __all__ = [
     "Scorer",
     "Token",
     "TooFewLabelsError",
+    "agree",
     "confidence_of",
     "exact_fault",
     "fit_scorer",
@@ -45,5 +56,6 @@ __all__ = [
     "labels_missing",
     "ngrams_of",
     "pick_threshold",
+    "plain_text",
     "violation",
 ]

@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.routing.cascade.json_schema import violation
 
-__all__ = ["Answer", "exact_fault", "is_loop", "is_refusal"]
+__all__ = ["Answer", "agree", "exact_fault", "is_loop", "is_refusal", "plain_text"]
 
 # openings of a refusal; later in a text the same words may be a part of a good answer
 _REFUSAL: Final = re.compile(
@@ -63,6 +63,30 @@ def exact_fault(answer: Answer) -> str:
     if is_refusal(answer.text):
         return "refusal"
     return "loop" if is_loop(answer.text) else ""
+
+
+def plain_text(text: str) -> str:
+    """Return a text without the case, the spacing and the full stop that no comparison means."""
+    return " ".join(text.casefold().split()).strip(" .")
+
+
+def agree(one: Answer, other: Answer) -> bool:
+    """Whether two answers say the same: the same calls, the same JSON, or the same words."""
+    if one.calls or other.calls:
+        return [_call(call) for call in one.calls] == [_call(call) for call in other.calls]
+    return bool(_value(one.text) == _value(other.text))
+
+
+def _call(call: tuple[str, str]) -> tuple[str, Any]:
+    return call[0], _value(call[1] or "{}")
+
+
+def _value(text: str) -> Any:
+    """Return a text's JSON, and where it has none, its words."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return plain_text(text)
 
 
 def is_refusal(text: str) -> bool:

@@ -41,6 +41,7 @@ def calibration(
     small: str = "",
     large: str = "",
     losses: Sequence[float] = tuple(LOSSES),
+    labels: Any = "checked",
 ) -> str:
     """Write a calibration: an answer's score is above 0.5 where the mean of its log-probabilities
     is above -1, and a prompt's where it has no question mark. Its threshold is about 0.5."""
@@ -56,6 +57,7 @@ def calibration(
     }  # fmt: skip
     found = Calibration(
         small=Side("m", small), large=Side("m", large), prefix_tokens=first, num_labels=400,
+        labels=labels,
         fitted=fitted,  # type: ignore[arg-type]
     )  # fmt: skip
     path = folder / "calibration.json"
