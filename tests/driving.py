@@ -15,7 +15,7 @@ from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, Timeline
 from paceline.core.pacing.request_admission import Expired
 from paceline.core.predict.step_time import StepShape
-from paceline.core.request import Request, RequestSpec
+from paceline.core.request import AdapterUse, Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
@@ -59,6 +59,11 @@ def ask(request: Request, **asked: Any) -> Request:
     if "slo" in asked:
         request.targets, request.tier = request.asked.slo, tier_of(request.asked.slo)
     return request
+
+
+def adapter_use(slot: int, scale: float = 1.0) -> AdapterUse:
+    """An adapter of 100 bytes, with 10 products for each token."""
+    return AdapterUse(bytes([slot, int(10 * scale)]) * 16, slot, scale, 100, 10)
 
 
 class Driver:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Final
 
 from paceline.core.policies.fcfs import FcfsPolicy, PolicyContext
-from paceline.core.queues.fair_queue import FairQueue, TenantWeights
+from paceline.core.queues.fair_queue import FairQueue, TenantWeights, adapter_of
 from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Request
 from paceline.core.tier import Tier
@@ -38,6 +38,8 @@ class FairPolicy(FcfsPolicy):
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, plus what
     one of them had saved up: each divided by its tenant's weight, like all tokens served. Each tier
     counts for itself. docs/adr/0015-virtual-time.md has the reasons.
+
+    A tenant's tokens are shared out among the adapters that it asks for, in the same way.
 
     Wins: a light tenant is served at once, however much a heavy one sends. Loses: some prefix hits.
     """
@@ -89,7 +91,10 @@ class FairPolicy(FcfsPolicy):
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
         tokens = PROMPT_WEIGHT * num_prompt + OUTPUT_WEIGHT * num_output
-        self._queues[request.tier].charge({request.asked.tenant: tokens})
+        queue = self._queues[request.tier]
+        queue.charge({request.asked.tenant: tokens})
+        if queue.is_divided:
+            queue.charge_adapters({(request.asked.tenant, adapter_of(request)): tokens})
 
     def sampled(self, requests: Sequence[Request]) -> None:
         # once for each tenant, as counting single tokens took a fifth of a step's planning time
@@ -100,3 +105,6 @@ class FairPolicy(FcfsPolicy):
             if own:
                 counts = Counter(map(_TENANT, own))
                 queue.charge({tenant: OUTPUT_WEIGHT * n for tenant, n in counts.items()})
+                if queue.is_divided:
+                    pairs = Counter((r.asked.tenant, adapter_of(r)) for r in own)
+                    queue.charge_adapters({pair: OUTPUT_WEIGHT * n for pair, n in pairs.items()})

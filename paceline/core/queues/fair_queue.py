@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
+from operator import attrgetter
 from typing import Final
 
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.request import Request
 
-__all__ = ["FairQueue", "TenantWeights"]
+__all__ = ["FairQueue", "TenantWeights", "adapter_of"]
 
 # most tenants whose tokens are counted, in addition to those that wait
 _MAX_TENANTS: Final = 10_000
 # number of tenants whose queues a forecast reads
 _SAMPLED: Final = 256
+_TENANT: Final = attrgetter("asked.tenant")
 
 # a tenant's counter, the order of its first request, and its name: the smallest is served first
 _Entry = tuple[float, tuple[float, int], str]
@@ -40,8 +42,18 @@ class TenantWeights:
         return total
 
 
+def adapter_of(request: Request) -> str:
+    """Return the name under which a tenant's requests for an adapter share; "": the model alone."""
+    adapter = request.asked.adapter
+    return "" if adapter is None else adapter.key.hex()
+
+
 class FairQueue:
     """One queue per tenant; the tenant served least goes first.
+
+    A tenant that asks for adapters has one queue for each of them and one for the model, which share
+    what the tenant gets, likewise by what they were served: so a flood of one adapter does not
+    hold up the others, and a tenant gains nothing by many names.
 
     A tenant that returns from idle enters at a level, the virtual time of fair queueing (Demers,
     Keshav and Shenker, SIGCOMM'89): the counter that an always waiting tenant would have if tokens
@@ -55,11 +67,16 @@ class FairQueue:
 
     Args:
         saved: weighted tokens that light tenants may save up, divided among the sharing tenants.
+        key: tells requests of different tenants apart; in a tenant's own queue, adapters.
     """
 
-    def __init__(self, saved: float, weights: TenantWeights) -> None:
-        self._saved, self._weights = saved, weights
-        self._tenants: dict[str, RequestQueue] = {}
+    def __init__(
+        self, saved: float, weights: TenantWeights, key: Callable[[Request], str] = _TENANT
+    ) -> None:
+        self._saved, self._weights, self._key = saved, weights, key
+        self._tenants: dict[str, RequestQueue | FairQueue] = {}
+        # of tenants that have asked for adapters, waiting or not
+        self._divided: dict[str, FairQueue] = {}
         # one entry of each tenant is up to date; in addition there may be stale ones
         self._heap: list[_Entry] = []
         self._size = 0
@@ -83,20 +100,29 @@ class FairQueue:
             yield from queue
 
     def __contains__(self, request: Request) -> bool:
-        queue = self._tenants.get(request.asked.tenant)
+        queue = self._tenants.get(self._key(request))
         return queue is not None and request in queue
 
     def push(self, request: Request) -> None:
-        tenant = request.asked.tenant
+        tenant = self._key(request)
         queue = self._tenants.get(tenant)
         if queue is None:
             first = self._first(self._heap)
-            self._lift(request, None if first is None else self.counter(first.asked.tenant))
-            queue = self._tenants[tenant] = RequestQueue()
+            self._lift(request, None if first is None else self.counter(self._key(first)))
+            queue = self._tenants[tenant] = self._divided.get(tenant, RequestQueue())
+        if self._key is _TENANT and request.asked.adapter and tenant not in self._divided:
+            queue = self._divide(tenant, queue)
         queue.push(request)
         self._size += 1
         if queue.peek() is request:
             self._enter(tenant)
+
+    def _divide(self, tenant: str, queue: RequestQueue | FairQueue) -> FairQueue:
+        divided = FairQueue(0.0, TenantWeights({}), adapter_of)
+        for each in queue:
+            divided.push(each)
+        self._tenants[tenant] = self._divided[tenant] = divided
+        return divided
 
     def peek(self) -> Request | None:
         return self._first(self._heap)
@@ -125,12 +151,14 @@ class FairQueue:
 
     def num_ahead(self, request: Request) -> int:
         """Estimate as if tenants took turns: one request each, or as many as their weights."""
-        own, weights = self._tenants.get(request.asked.tenant), self._weights
-        turns = 1 + (len(own) if own is not None else 0)
+        own, weights = self._tenants.get(self._key(request)), self._weights
+        divided = self._divided.get(self._key(request))
+        ahead = len(own or ()) if divided is None else divided.num_ahead(request)
+        turns = 1 + ahead
         sample = list(islice(self._tenants.items(), _SAMPLED))
         if not sample:
             return 0
-        each = turns / weights.of(request.asked.tenant)
+        each = turns / weights.of(self._key(request))
         others = sum(min(len(q), each * weights.of(name)) for name, q in sample if q is not own)
         return turns - 1 + round(others * len(self._tenants) / len(sample))
 
@@ -138,13 +166,13 @@ class FairQueue:
         request = self._first(self._heap)
         if request is not None:
             heapq.heappop(self._heap)
-            self._tenants[request.asked.tenant].pop()
-            self._left(request.asked.tenant)
+            self._tenants[self._key(request)].pop()
+            self._left(self._key(request))
         return request
 
     def remove(self, request: Request) -> None:
-        self._tenants[request.asked.tenant].remove(request)
-        self._left(request.asked.tenant)
+        self._tenants[self._key(request)].remove(request)
+        self._left(self._key(request))
 
     def _left(self, tenant: str) -> None:
         """Update the heap after a request of the tenant has left."""
@@ -192,6 +220,20 @@ class FairQueue:
         if len(self._counters) > self._most:
             self._forget()
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether tenants have asked for adapters: then ``charge_adapters`` is due too."""
+        return bool(self._divided)
+
+    def charge_adapters(self, tokens: Mapping[tuple[str, str], float]) -> None:
+        """Count tokens that ``charge`` has counted, by tenant and ``adapter_of``."""
+        for (tenant, adapter), spent in tokens.items():
+            if (divided := self._divided.get(tenant)) is not None:
+                divided.charge({adapter: spent})
+                if tenant in self._tenants:
+                    # another adapter's request may be the tenant's first now
+                    self._enter(tenant)
+
     def _note_ahead(self, tenant: str) -> None:
         """Add the tenant to those ahead if it was served more than its share."""
         reached = self.counter(tenant) + self._lent.get(tenant, 0.0)
@@ -201,7 +243,7 @@ class FairQueue:
 
     def _lift(self, request: Request, least: float | None) -> None:
         """Set a returning tenant's counter; ``least`` is the least counter of waiting tenants."""
-        tenant = request.asked.tenant
+        tenant = self._key(request)
         self._ahead.pop(tenant, None)
         if least is None:
             self._level = max(self._level, self._largest)
@@ -229,6 +271,7 @@ class FairQueue:
             del self._counters[name]
             self._ahead.pop(name, None)
             self._lent.pop(name, None)
+            self._divided.pop(name, None)
         # nearly all of them may be waiting
         self._most = max(_MAX_TENANTS, 2 * len(self._counters))
 

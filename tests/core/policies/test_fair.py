@@ -16,7 +16,7 @@ from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.slo import Slo
 from paceline.core.tier import Tier
 from tests.core.machine import Machine
-from tests.driving import Driver, make_request
+from tests.driving import Driver, adapter_use, ask, make_request
 
 
 def counter_of(policy: FairPolicy, tenant: str, tier: Tier = Tier.ORDINARY) -> float:
@@ -36,6 +36,26 @@ def test_a_light_tenant_is_not_held_up_by_a_flood() -> None:
 
     assert position("fcfs") == 50
     assert position("fair") <= 4
+
+
+def test_a_flood_of_one_adapter_holds_no_other_up() -> None:
+    """One tenant asks for all of them, and for the model itself."""
+
+    def positions(policy: str) -> list[int]:
+        driver = Driver(max_num_seqs=2, policy=policy, num_blocks=256)
+        for index in range(50):
+            request = make_request(f"flood-{index}", [index, 1, 2], 6)
+            driver.add(ask(request, adapter=adapter_use(1)))
+        for _ in range(3):
+            driver.step()
+        driver.add(ask(make_request("rare", [7, 7], 6, arrival=3.0), adapter=adapter_use(2)))
+        driver.add(make_request("base", [7, 8], 6, arrival=3.0))
+        driver.run()
+        order = [n.request_id for p in driver.plans for n in p.new_requests]
+        return [order.index("rare"), order.index("base")]
+
+    assert positions("fcfs") == [50, 51]
+    assert max(positions("fair")) <= 5
 
 
 def test_cached_prefixes_are_not_charged() -> None:
