@@ -59,7 +59,7 @@ Adapter::Adapter(const std::vector<AdaptedProduct>& shape, const int64_t* ranks,
     AdapterProduct& product = products_[i];
     if (!product.rank) continue;
     product.a = reinterpret_cast<const uint8_t*>(bytes);
-    bytes += padded(product.rank * padded(shape[i].columns, 16) * value_bytes(), 64);
+    bytes += padded(product.rank * padded(shape[i].columns, kPanel) * value_bytes(), 64);
     lay_out_panels(shape[i], product, bytes);
   }
   memory_.reserve(size_t(bytes > 0 ? bytes : 64));
@@ -107,12 +107,12 @@ void Adapter::lay_out_panels(const AdaptedProduct& shape, AdapterProduct& produc
   });
 }
 
-void Adapter::put(uint8_t* to, int64_t index, float value) {
+void Adapter::put(uint8_t* to, int64_t index, int64_t lane, float value) {
   if (floats_) {
-    memcpy(to + index * 4, &value, 4);
+    memcpy(to + (index + lane) * 4, &value, 4);
   } else {
     const uint16_t half = float_to_bf16(value);
-    memcpy(to + index * 2, &half, 2);
+    memcpy(to + (index + lane % 16 * 2 + lane / 16) * 2, &half, 2);
   }
 }
 
@@ -123,12 +123,12 @@ void Adapter::set(int64_t layer, int matrix, const float* a, const float* b) {
   const AdaptedProduct& shape = shape_[size_t(layer * kParts + part)];
   AdapterProduct& product = products_[size_t(layer * kParts + part)];
   const int m = matrix - shape.first;
-  const int64_t rank = ranks_[size_t(layer * kAdapted + matrix)], columns = shape.columns, stride = padded(columns, 16);
+  const int64_t rank = ranks_[size_t(layer * kAdapted + matrix)], columns = shape.columns, stride = padded(columns, kPanel);
   if (!rank) throw std::invalid_argument("matrix " + std::to_string(matrix) + " was given with rank 0");
   uint8_t* to = const_cast<uint8_t*>(product.a);
   for (int64_t k = 0; k < rank; ++k) {
-    const int64_t row = product.begin[m] + k, first = row / kRankUnit * kRankUnit * stride + row % kRankUnit * 16;
-    for (int64_t i = 0; i < columns; ++i) put(to, first + i / 16 * 16 * kRankUnit + i % 16, a[k * columns + i]);
+    const int64_t row = product.begin[m] + k, first = row / kRankUnit * kRankUnit * stride + row % kRankUnit * kPanel;
+    for (int64_t i = 0; i < columns; ++i) put(to, first + i / kPanel * kPanel * kRankUnit, i % kPanel, a[k * columns + i]);
   }
   const AdaptedRows& rows = shape.matrices[size_t(m)];
   // by panels, since parts end in panels that are not whole
@@ -147,7 +147,7 @@ void Adapter::set(int64_t layer, int matrix, const float* a, const float* b) {
     // 0 where the half has ranks of its own
     const int64_t offset = product.begin[m] - panel.first[lane / 16];
     for (int64_t k = 0; k < rank; ++k)
-      put(const_cast<uint8_t*>(panel.b), (offset + k) * kPanel + lane, b[r * rank + k]);
+      put(const_cast<uint8_t*>(panel.b), (offset + k) * kPanel, lane, b[r * rank + k]);
   }
 }
 

@@ -32,9 +32,11 @@ struct AdaptedProduct {
 constexpr int64_t kRankUnit = 4;
 
 // What one adapter adds to one product. Values are bfloat16 or float32, all of a layer's in one run of memory:
-//   a  [rank / 4][columns / 16][4][16]         rows of the product's matrices one after another, four at a time, so
+//   a  [rank / 4][columns / 32][4][32]         rows of the product's matrices one after another, four at a time, so
 //                                             that a shrink reads one run of memory
 //   b  for each panel [its rank][32 outputs]  what AdapterPanel names
+// Of 32 values in bfloat16 the first 16 are the low halves of 16 words and the others the high halves: one load and
+// two operations make floats of them.
 struct AdapterProduct {
   const uint8_t* a = nullptr;  // null: nothing
   int64_t rank = 0;
@@ -61,7 +63,8 @@ class Adapter {
 
  private:
   int64_t value_bytes() const { return floats_ ? 4 : 2; }
-  void put(uint8_t* to, int64_t index, float value);
+  // lane `lane` of the 32 values that begin at `index`
+  void put(uint8_t* to, int64_t index, int64_t lane, float value);
   void lay_out_panels(const AdaptedProduct& shape, AdapterProduct& product, int64_t& offset);
 
   bool floats_;

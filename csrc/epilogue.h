@@ -52,8 +52,7 @@ static void expand_rows(const RowAdapter* rows, const AdapterPanel& panel, Sums*
         b0 = load(reinterpret_cast<const float*>(b));
         b1 = load(reinterpret_cast<const float*>(b) + 16);
       } else {
-        b0 = load_bf16(b);
-        b1 = load_bf16(b + 32);
+        load_bf16_pair(b, b0, b1);
       }
       PL_UNROLL
       for (int r = 0; r < N; ++r) {

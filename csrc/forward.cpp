@@ -1,4 +1,5 @@
 // One step of the model: every member of the team walks through the same stages.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
@@ -59,12 +60,10 @@ void Model::reserve(int64_t tokens, int64_t sampled) {
   const PacelineConfig& c = config_;
   const size_t n = size_t(tokens > sampled ? tokens : sampled);
   const int64_t attended = c.heads * c.head_dim;
-  int64_t widest = hidden_pad_ > inner_pad_ ? hidden_pad_ : inner_pad_;
-  if (attended > widest) widest = attended;
   x_.reserve(n * size_t(hidden_pad_) * 4);
   xr_.reserve(size_t(sampled) * size_t(hidden_pad_) * 4);
-  act_bytes_ = pad_to(widest, 64) * 4;
-  act_scales_ = q4_scales(widest) + 2;
+  act_bytes_ = pad_to(widest(), 64) * 4;
+  act_scales_ = q4_scales(widest()) + 2;
   acts_buffer_.reserve(n * size_t(act_bytes_));
   scales_.reserve(n * size_t(act_scales_) * 4);
   qkv_.reserve(n * size_t(pad_to(qkv_rows_, 16)) * 4);
@@ -73,7 +72,7 @@ void Model::reserve(int64_t tokens, int64_t sampled) {
   if (c.norms & 2) given_.reserve(n * size_t(hidden_pad_) * 4);
   attended_.reserve(n * size_t(attended) * 4);
   inner_.reserve(n * size_t(pad_to(inner_pad_, 32)) * 4);
-  rows_.reserve(size_t(team_.size()) * size_t(pad_to(widest, 16)) * 4);
+  rows_.reserve(size_t(team_.size()) * size_t(pad_to(widest(), 16)) * 4);
   if (c.experts > 0) reserve_experts(int64_t(n));
 }
 
@@ -149,37 +148,84 @@ void Model::prepare_adapters(const PacelineStep& step) {
     sampled_adapters_[size_t(i)] = token_adapters_[size_t(step.sample_rows[i])];
   row_adapters_.resize(size_t(rows));
   shrunk_.reserve(size_t(rows * rank_pad_) * 4);
+  rows_.reserve(size_t(team_.size()) * size_t(pad_to(widest(), 16)) * 4 * kShrunkRows);
+  find_runs(token_adapters_, token_runs_);
+  find_runs(sampled_adapters_, sampled_runs_);
 }
 
-void Model::shrink_row(const Adapted& adapted, int64_t row, const float* x, int64_t columns) {
-  RowAdapter& own = row_adapters_[size_t(row)];
-  own.panels = nullptr;
+// Rows of one adapter read its matrices together, but the team shares few rows out before it shares those.
+void Model::find_runs(const std::vector<AdapterUse>& uses, std::vector<int64_t>& runs) const {
+  const int64_t rows = int64_t(uses.size()), size = team_.size();
+  const int64_t most = rows >= kShrunkRows * size ? kShrunkRows : (rows + size - 1) / size;
+  runs.clear();
+  for (int64_t begin = 0, end; begin < rows; begin = end) {
+    const AdapterUse& use = uses[size_t(begin)];
+    for (end = begin + 1; end < rows && uses[size_t(end)].adapter == use.adapter && uses[size_t(end)].scale == use.scale;)
+      ++end;
+    // equal parts rather than full ones and a thin rest
+    for (int64_t parts = (end - begin + most - 1) / most, r = begin; parts > 0; --parts) {
+      runs.push_back(r);
+      r += (end - r + parts - 1) / parts;
+    }
+  }
+  runs.push_back(rows);
+}
+
+void Model::shrink_run(const Adapted& adapted, int64_t row, int64_t count, const float* const* x, int64_t columns) {
   const AdapterUse& use = adapted.uses[row];
-  if (!use.adapter) return;
-  const AdapterProduct& product = use.adapter->product(adapted.layer, adapted.part);
-  if (!product.rank) return;
-  float* sums = reinterpret_cast<float*>(shrunk_.data()) + row * rank_pad_;
-  const bool floats = use.adapter->floats();
-  kernels_->shrink(x, columns, product.a, floats, product.rank, product.scales, use.scale, sums);
-  own = {product.panels.data(), sums, floats};
+  const AdapterProduct* product = use.adapter ? &use.adapter->product(adapted.layer, adapted.part) : nullptr;
+  if (!product || !product->rank) {
+    for (int64_t r = row; r < row + count; ++r) row_adapters_[size_t(r)].panels = nullptr;
+    return;
+  }
+  ShrinkArgs args;
+  for (int64_t r = 0; r < count; ++r) args.x[r] = x[r];
+  args.count = int(count);
+  args.columns = columns;
+  args.a = product->a;
+  args.floats = use.adapter->floats();
+  args.rank = product->rank;
+  args.scales = product->scales;
+  args.factor = use.scale;
+  args.sums = reinterpret_cast<float*>(shrunk_.data()) + row * rank_pad_;
+  args.sums_stride = rank_pad_;
+  kernels_->shrink(args);
+  for (int64_t r = 0; r < count; ++r)
+    row_adapters_[size_t(row + r)] = {product->panels.data(), args.sums + r * rank_pad_, args.floats};
+}
+
+template <class F>
+void Model::each_run(int member, const Share& share, const Adapted& adapted, F&& f) {
+  if (!adapted.uses) return each_row(member, share, [&](int64_t r) { f(r, int64_t(1)); });
+  const std::vector<int64_t>& runs = adapted.uses == token_adapters_.data() ? token_runs_ : sampled_runs_;
+  if (!share.alone)
+    return team_.each(member, int64_t(runs.size()) - 1, 1,
+                      [&](int64_t run) { f(runs[size_t(run)], runs[size_t(run) + 1] - runs[size_t(run)]); });
+  const int64_t last = share.begin + share.rows;
+  // a run may be of two members, as rows are the same in parts of it
+  for (auto run = std::upper_bound(runs.begin(), runs.end(), share.begin) - 1; run + 1 < runs.end() && *run < last; ++run) {
+    const int64_t begin = std::max(*run, share.begin), end = std::min(run[1], last);
+    if (begin < end) f(begin - share.begin, end - begin);
+  }
 }
 
 void Model::shrink_rows(int member, const Share& share, const uint8_t* x, int64_t stride, bool bf16,
                         const Adapted& adapted) {
   if (!adapted.uses) return;
   float* scratch = scratch_of(member);
-  each_row(member, share, [&](int64_t r) {
-    const uint8_t* from = x + r * stride;
-    const float* row = reinterpret_cast<const float*>(from);
-    if (bf16) {
-      for (int64_t i = 0; i < config_.inner; ++i) {
+  const int64_t width = pad_to(config_.inner, 16);
+  each_run(member, share, adapted, [&](int64_t first, int64_t count) {
+    const float* rows[kShrunkRows];
+    for (int64_t r = 0; r < count; ++r) {
+      const uint8_t* from = x + (first + r) * stride;
+      rows[r] = bf16 ? scratch + r * width : reinterpret_cast<const float*>(from);
+      for (int64_t i = 0; bf16 && i < config_.inner; ++i) {
         uint16_t half;
         memcpy(&half, from + i * 2, 2);
-        scratch[i] = bf16_to_float(half);
+        scratch[r * width + i] = bf16_to_float(half);
       }
-      row = scratch;
     }
-    shrink_row(adapted, share.begin + r, row, config_.inner);
+    shrink_run(adapted, share.begin + first, count, rows, config_.inner);
   });
 }
 
@@ -207,11 +253,15 @@ void Model::encode_rows(int member, const Share& share, const float* x, const in
                         int64_t stride, const Linear& next, const Adapted& adapted) {
   const Shape shape = shape_of(next);
   const int64_t padded = pad_to(columns, 4);
-  each_row(member, share, [&](int64_t r) {
-    const int64_t row = share.begin + r, from = chosen ? chosen[row] : row;
-    if (adapted.uses) shrink_row(adapted, row, x + from * stride, columns);
-    kernels_->encode(x + from * stride, columns, padded, shape.acts, share.acts + r * shape.bytes,
-                     share.scales + r * shape.scales);
+  each_run(member, share, adapted, [&](int64_t first, int64_t count) {
+    const float* rows[kShrunkRows];
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t row = share.begin + first + r;
+      rows[r] = x + (chosen ? chosen[row] : row) * stride;
+      kernels_->encode(rows[r], columns, padded, shape.acts, share.acts + (first + r) * shape.bytes,
+                       share.scales + (first + r) * shape.scales);
+    }
+    if (adapted.uses) shrink_run(adapted, share.begin + first, count, rows, columns);
   });
 }
 
@@ -221,15 +271,20 @@ void Model::norm_rows(int member, const Share& share, const float* x, const std:
   const Shape shape = shape_of(next);
   const int64_t n = config_.hidden, padded = pad_to(n, 4);
   float* scratch = scratch_of(member);
-  each_row(member, share, [&](int64_t r) {
-    before(r);
-    const float* from = x + r * hidden_pad_;
-    if (!weight.empty()) {
-      kernels_->rms_norm(from, weight.data(), n, config_.sum_eps, scratch);
-      from = scratch;
+  each_run(member, share, adapted, [&](int64_t first, int64_t count) {
+    const float* rows[kShrunkRows];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t r = first + i;
+      before(r);
+      rows[i] = x + r * hidden_pad_;
+      if (!weight.empty()) {
+        float* normed = scratch + i * hidden_pad_;
+        kernels_->rms_norm(rows[i], weight.data(), n, config_.sum_eps, normed);
+        rows[i] = normed;
+      }
+      kernels_->encode(rows[i], n, padded, shape.acts, share.acts + r * shape.bytes, share.scales + r * shape.scales);
     }
-    if (adapted.uses) shrink_row(adapted, share.begin + r, from, n);
-    kernels_->encode(from, n, padded, shape.acts, share.acts + r * shape.bytes, share.scales + r * shape.scales);
+    if (adapted.uses) shrink_run(adapted, share.begin + first, count, rows, n);
   });
 }
 

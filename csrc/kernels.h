@@ -128,6 +128,24 @@ struct GemmArgs {
   int64_t first_panel = 0;
 };
 
+// Most rows of a ShrinkArgs.
+constexpr int kShrunkRows = 6;
+
+// sums[k] of each row x: factor * scales[k] * (row k of a) x, for a multiple of kRankUnit rows of a, laid out as adapter.h
+// says. What becomes of a row follows from that row alone.
+struct ShrinkArgs {
+  const float* x[kShrunkRows] = {};
+  int count = 0;
+  int64_t columns = 0;
+  const uint8_t* a = nullptr;
+  bool floats = false;
+  int64_t rank = 0;
+  const float* scales = nullptr;
+  float factor = 0;
+  float* sums = nullptr;
+  int64_t sums_stride = 0;
+};
+
 struct AttendArgs {
   const uint8_t* q = nullptr;     // rows [head_dim], see encode_query
   int64_t q_stride = 0;           // bytes
@@ -188,10 +206,7 @@ struct Kernels {
   // one key and one value head into token `slot` of a tile
   void (*store_kv)(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile);
   void (*attend[3])(const AttendArgs& args);
-  // sums[k] = factor * scales[k] * (row k of a) x for a multiple of kRankUnit rows of n values, laid out as
-  // adapter.h says
-  void (*shrink)(const float* x, int64_t n, const uint8_t* a, bool floats, int64_t rank, const float* scales,
-                 float factor, float* sums);
+  void (*shrink)(const ShrinkArgs& args);
   // the first of the largest of n floats, n >= 1; -1 if one of them is infinite or NaN
   int32_t (*likeliest)(const float* x, int64_t n);
   // n floats become cap * tanh(x / cap), with a relative error below 5e-7; those that are not finite become NaN

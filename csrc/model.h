@@ -210,11 +210,15 @@ class Model {
   // x: all rows; `chosen`: which of them the rows of the share are, null: the same
   void encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
                    int64_t stride, const Linear& next, const Adapted& adapted);
-  // what the adapters make of a row of floats before the product that `adapted` names
-  void shrink_row(const Adapted& adapted, int64_t row, const float* x, int64_t columns);
+  // what an adapter makes of rows of floats before the product that `adapted` names
+  void shrink_run(const Adapted& adapted, int64_t row, int64_t count, const float* const* x, int64_t columns);
+  // f(first, count) for rows of a share that have one adapter, at most kShrunkRows; one by one where no row has any
+  template <class F>
+  void each_run(int member, const Share& share, const Adapted& adapted, F&& f);
   // the same of all rows of a share, which the product takes as they are: float32, or bfloat16
   void shrink_rows(int member, const Share& share, const uint8_t* x, int64_t stride, bool bf16, const Adapted& adapted);
   void prepare_adapters(const PacelineStep& step);
+  void find_runs(const std::vector<AdapterUse>& uses, std::vector<int64_t>& runs) const;
   // x: the share's first row; before(r) is called first of all for each row
   template <class F>
   void norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight, const Linear& next,
@@ -237,7 +241,11 @@ class Model {
   void rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer, int64_t layer_index,
                       float* qkv);
   void attend(int member, const PacelineStep& step, const Layer& layer, bool last, float* out);
-  // a member's own, of the widest row
+  int64_t widest() const {
+    const int64_t attended = config_.heads * config_.head_dim, wide = hidden_pad_ > inner_pad_ ? hidden_pad_ : inner_pad_;
+    return attended > wide ? attended : wide;
+  }
+  // a member's own, of the widest row; of kShrunkRows in a step with adapters
   float* scratch_of(int member) {
     return reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
   }
@@ -285,6 +293,8 @@ class Model {
   std::vector<int32_t> sampled_before_;
   // by token, and by sampled row; empty where no row of the step has an adapter
   std::vector<AdapterUse> token_adapters_, sampled_adapters_;
+  // first rows of the runs that `each_run` deals out, and the number of rows
+  std::vector<int64_t> token_runs_, sampled_runs_;
   // by row of the product at hand, and what adapters made of the rows, [rows, rank_pad_]
   std::vector<RowAdapter> row_adapters_;
   Memory shrunk_;
