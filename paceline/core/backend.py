@@ -5,6 +5,7 @@ Real engines, the null backend and tests drive the scheduler through this Protoc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -12,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.pooling import PoolingInfo
 
-__all__ = ["BackendInfo", "ModelBackend"]
+__all__ = ["BackendInfo", "BlockMemory", "ModelBackend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +69,19 @@ class ModelBackend(Protocol):
 
     def close(self) -> None:
         """Free memory and threads; pending futures finish first. Idempotent."""
+
+
+@runtime_checkable
+class BlockMemory(Protocol):
+    """Backend whose KV blocks can be copied out and in. Both methods act behind the plans that were
+    passed to ``execute`` before and ahead of those passed later, so neither races with a step."""
+
+    def block_layout(self) -> tuple[int, str] | None:
+        """Return the bytes of one block, and what they depend on besides the model's files and
+        ``BackendInfo``, such as the level of the kernels; None: this model's cannot be copied."""
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Future[bytes]:
+        """Copy blocks out, one after the other."""
+
+    def write_blocks(self, block_ids: Sequence[int], data: bytes) -> Future[None]:
+        """Fill blocks with what ``read_blocks`` gave, here or in an equal backend."""

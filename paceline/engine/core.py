@@ -6,6 +6,7 @@ This module does not know text, sockets or processes; ``engine.loop`` and ``engi
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +16,15 @@ from functools import partial
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
+from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, TokenLogprobs
 from paceline.core.pacing.request_admission import Expired
-from paceline.core.request import FinishReason, Request
+from paceline.core.request import AdapterUse, FinishReason, Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.stats import SchedulerStats
 from paceline.engine.adapters.store import AdapterStore
+from paceline.engine.blocks.keeper import BlockKeeper
 from paceline.engine.finished_answers import FinishedAnswers
 from paceline.engine.recorder import Recorder, Recorders
 from paceline.errors import ConfigError, EngineDeadError
@@ -46,6 +49,8 @@ class EngineCore:
         matchers: compiles grammars, owned from here on; None: structured output is not served.
         drafter: makes the source of a request's draft tokens; None: as configured.
         adapters: of the backend, owned from here on; None: requests have none.
+        blocks: makes what keeps KV blocks outside the pool, over the scheduler's own; None: nothing
+            is kept.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class EngineCore:
         matchers: MatcherSource | None = None,
         drafter: DrafterMaker | None = None,
         adapters: AdapterStore | None = None,
+        blocks: Callable[[KVCacheManager], BlockKeeper] | None = None,
     ) -> None:
         _check_matches(backend.info, scheduler, cache, drafter)
         if pipeline_depth < 1:
@@ -70,6 +76,9 @@ class EngineCore:
             backend.constrain(matchers)
         self.matchers, self.adapters = matchers, adapters
         self.scheduler = Scheduler(scheduler, cache, speculation=partial(Drafts, make=drafter))
+        kv = self.scheduler.kv
+        assert isinstance(kv, KVCacheManager), "no other cache was given"
+        self.blocks = None if blocks is None else blocks(kv)
         self._backend = backend
         self._depth = pipeline_depth
         self._clock = clock
@@ -107,6 +116,20 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    @property
+    def num_planned(self) -> int:
+        """Number of steps planned since start, of which ``num_steps`` have ended."""
+        return self.num_steps + len(self._in_flight)
+
+    def adapter_of(self, request_id: str) -> AdapterUse | None:
+        """Return the adapter of a request that has leased one; None while it is not resident."""
+        return None if self.adapters is None else self.adapters.use_of(request_id)
+
+    def prompt_seconds(self, num_tokens: int) -> float:
+        """Return the seconds to compute a prompt; infinite while no step was measured."""
+        state = self.scheduler.state
+        return state.work.prompt_seconds(num_tokens) if state.step_time.ready else math.inf
 
     @property
     def wake_at(self) -> float | None:
@@ -166,6 +189,8 @@ class EngineCore:
             note = self.scheduler.note
             if self._recorder is not None and note is not None:
                 self._recorder.planned(plan, now, note)
+            if self.blocks is not None:
+                self.blocks.save_evicted()
             self._in_flight.append((plan, now, self._backend.execute(plan)))
         if not self._in_flight:
             if self.scheduler.has_unfinished and self.wake_at is None:
@@ -210,6 +235,8 @@ class EngineCore:
             self.matchers.close()
         if self.adapters is not None:
             self.adapters.close()
+        if self.blocks is not None:
+            self.blocks.close()
         self._backend.close()
         if self._recorder is not None:
             self._recorder.close()

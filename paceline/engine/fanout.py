@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     # the API process names choices, and must not import a scheduler
     from paceline.engine.core import EngineCore
 
-__all__ = ["add_to_core", "choice_id", "choice_ids", "open_choices", "request_of"]
+__all__ = [
+    "add_to_core",
+    "check_token_ids",
+    "choice_id",
+    "choice_ids",
+    "open_choices",
+    "request_of",
+]
 
 _SEEDS = 2**64
 
@@ -52,7 +59,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
     Raises:
         RequestError: refused; the engine holds nothing of this request.
     """
-    _check_token_ids(request, core.info.vocab_size)
+    check_token_ids(request, core.info.vocab_size)
     salt, adapter = request.cache_salt, None
     if request.adapter is not None:
         assert core.adapters is not None, "a request with an adapter was let in without any"
@@ -127,7 +134,7 @@ def _choices(request: GenerationRequest) -> tuple[ResumedChoice, ...]:
     return () if request.resume is None else request.resume.choices
 
 
-def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
+def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
     """Refuse ids outside the vocabulary, which would read outside the model's tables."""
     ids = {
         "prompt": request.prompt_token_ids,

@@ -54,6 +54,8 @@ class LocalEngineClient(EngineFrontend):
         self._info = info
         self._core = core
         self._inbox = _QueueInbox()
+        if core.blocks is not None:
+            core.blocks.wake = self._inbox.wake
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -120,16 +122,20 @@ class _QueueInbox:
     """An ``Inbox`` between two threads."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[ClientMessage] = queue.SimpleQueue()
+        # None: a wake-up without a message
+        self._queue: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
+
+    def wake(self) -> None:
+        self._queue.put(None)
 
     def put(self, message: ClientMessage) -> None:
         self._queue.put(message)
 
     def receive(self, timeout: float) -> Sequence[ClientMessage]:
-        messages: list[ClientMessage] = []
+        messages: list[ClientMessage | None] = []
         with contextlib.suppress(queue.Empty):
             if timeout > 0:
                 messages.append(self._queue.get(timeout=timeout))
             while True:
                 messages.append(self._queue.get_nowait())
-        return messages
+        return [message for message in messages if message is not None]

@@ -23,6 +23,7 @@ from paceline.core.stats import SchedulerStats
 __all__ = [
     "TOO_AMBIGUOUS",
     "AdapterStatus",
+    "BlockStats",
     "ChoiceDelta",
     "ClassUse",
     "EngineFaults",
@@ -30,6 +31,7 @@ __all__ = [
     "EngineStats",
     "GenerationOutput",
     "GenerationRequest",
+    "KvSource",
     "RequestTimes",
     "Resume",
     "ResumedChoice",
@@ -112,6 +114,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # key of a registered adapter, None for the model as it is, and the factor on what it adds
     adapter: str | None = None
     adapter_scale: float = 1.0
+    # where blocks of it may be fetched
+    kv_source: KvSource | None = None
+
+
+class KvSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Another engine that has computed a part of a request's tokens."""
+
+    # tcp://HOST:PORT
+    url: str
+    # of its blocks, see ``EngineInfo.kv_fingerprint``
+    fingerprint: str
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, tag="adapter", array_like=True):
@@ -200,6 +213,28 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingInfo | None = None
     # bytes for adapters; 0: the engine has none
     adapter_bytes: int = 0
+    # what KV blocks depend on, in hexadecimal, and the port at which peers ask for them; empty and
+    # 0: they are not kept, or not given away
+    kv_fingerprint: str = ""
+    kv_port: int = 0
+
+
+class BlockStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of KV blocks that came from, or went to, outside the engine's memory."""
+
+    # (source, result, tokens): source "disk" or "peer"; result "hit", they came; "late", after the
+    # deadline; "gone", the place had them no more, or not as they were written; "error", the place
+    # could not be reached
+    fetched: tuple[tuple[str, str, int], ...] = ()
+    # tokens given to other engines
+    sent_tokens: int = 0
+    # whether the store is written to; False also without one
+    store_up: bool = False
+    store_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    # by kind, see ``blocks.store.Counts``
+    errors: tuple[tuple[str, int], ...] = ()
 
 
 class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +278,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     iteration_tokens: tuple[int, ...] = ()
     # bytes of finished answers that are kept for drafts
     finished_answers_bytes: int = 0
+    # None: no blocks are kept or sent
+    blocks: BlockStats | None = None
 
     @classmethod
     def at_rest(cls, info: EngineInfo) -> EngineStats:

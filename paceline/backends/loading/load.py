@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from paceline.backends.machine.cpu import NO_TORCH, choose_num_blocks, has_torch
 from paceline.backends.native import Kinds, choose_kinds
 from paceline.backends.pooling.load import make_runner
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
-from paceline.backends.runner.interface import ModelLoader, PoolMemory
+from paceline.backends.runner.interface import CopyableModel, ModelLoader, PoolMemory
 from paceline.backends.runner.model_runner import ModelRunner
 from paceline.checkpoints.gguf.shards import weight_files
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
@@ -121,6 +121,23 @@ class WorkerBackend:
             # behind the plans that may name it
             self._executor.submit(self._adapters.drop, slot)
 
+    def block_layout(self) -> tuple[int, str] | None:
+        memory = self._memory()
+        return None if memory is None else memory.block_layout()
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Future[bytes]:
+        memory = self._memory()
+        assert memory is not None, "this model's blocks cannot be copied"
+        return self._executor.submit(memory.read_blocks, block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], data: bytes) -> Future[None]:
+        assert isinstance(self._runner, ModelRunner), "a pooled model's blocks are not copied"
+        return self._executor.submit(self._runner.write_blocks, block_ids, data)
+
+    def _memory(self) -> CopyableModel | None:
+        """Return what copies blocks; None for a model that has none worth it, or after close."""
+        return self._runner.memory if isinstance(self._runner, ModelRunner) else None
+
     def close(self) -> None:
         # cleared first: from now on a submitted plan is an error, while queued ones still run
         self._runner = None
@@ -177,7 +194,8 @@ def _load(path: Path, settings: BackendSettings, limits: BatchLimits, own_proces
         "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
         was_opened - started, chosen - was_opened, time.monotonic() - chosen,
     )  # fmt: skip
-    drafting = None
+    # a head that drafts wraps the model
+    copyable, drafting = loaded.model, None
     if draft is not None:
         loaded, drafting = draft.load(loaded, sizes.num_blocks)
     info = replace(
@@ -196,6 +214,8 @@ def _load(path: Path, settings: BackendSettings, limits: BatchLimits, own_proces
         max_model_len=plan.max_model_len,
         draft=drafting,
     )
+    if isinstance(copyable, CopyableModel):
+        runner.memory = copyable
     adapters = None
     if loaded.make_adapter is not None:
         config = plan.checkpoint.config

@@ -15,7 +15,7 @@ from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seco
 from paceline.backends.native.adapters import NativeAdapter
 from paceline.backends.native.block_formats import choose_kinds
 from paceline.backends.native.config import NativeSettings
-from paceline.backends.native.library import limits
+from paceline.backends.native.library import ABI, digest, limits
 from paceline.backends.native.model import NativeModel
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
@@ -169,6 +169,25 @@ class NativeStep:
         first = self._num_blocks
         self._model.copy_blocks(
             [(s.src, first + s.dst) if s.to_host else (first + s.src, s.dst) for s in swaps]
+        )
+
+    def block_layout(self) -> tuple[int, str] | None:
+        """Implement ``interface.CopyableModel.block_layout``. Kernels of another level or build may
+        give other bits."""
+        if len(self._places):
+            return None
+        return self._model.kv_bytes_per_block, f"native {ABI} {digest()} {self.isa}"
+
+    def read_blocks(self, block_ids: Sequence[int]) -> bytes:
+        size = self._model.kv_bytes_per_block
+        cache = cache_bytes(self._model)[: self._num_blocks * size].reshape(-1, size)
+        return cache[np.asarray(block_ids, dtype=np.int64)].tobytes()
+
+    def write_blocks(self, block_ids: Sequence[int], data: bytes) -> None:
+        size = self._model.kv_bytes_per_block
+        cache = cache_bytes(self._model)[: self._num_blocks * size].reshape(-1, size)
+        cache[np.asarray(block_ids, dtype=np.int64)] = np.frombuffer(data, np.uint8).reshape(
+            -1, size
         )
 
     def mirror(self, other: NativeStep, block_ids: NDArray[np.int64]) -> None:

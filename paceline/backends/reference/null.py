@@ -18,10 +18,13 @@ one that may, counting up and around.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from paceline.backends.runner.constraint import OutputConstraint, allows
 from paceline.core.backend import BackendInfo
@@ -40,6 +43,8 @@ from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.errors import NOTHING_LEFT, PacelineError, RequestFailedError
 
 __all__ = ["NullBackend", "expected_tokens"]
+
+_T = TypeVar("_T")
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
@@ -138,15 +143,37 @@ class NullBackend:
         self._matchers = matchers
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
-        if self._executor is not None:
-            return self._executor.submit(self._run, plan)
-        future: Future[StepResult] = Future()
-        future.set_result(self._run(plan))
-        return future
+        return self._submit(partial(self._run, plan))
+
+    def block_layout(self) -> tuple[int, str] | None:
+        return None if self.num_window_blocks else (8 * self.block_size, "null")
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Future[bytes]:
+        def read() -> bytes:
+            slots = [slot for block_id in block_ids for slot in self._cache[block_id]]
+            return struct.pack(f"<{len(slots)}q", *slots)
+
+        return self._submit(read)
+
+    def write_blocks(self, block_ids: Sequence[int], data: bytes) -> Future[None]:
+        def write() -> None:
+            slots = struct.unpack(f"<{len(data) // 8}q", data)
+            for index, block_id in enumerate(block_ids):
+                first = index * self.block_size
+                self._cache[block_id] = list(slots[first : first + self.block_size])
+
+        return self._submit(write)
 
     def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown()
+
+    def _submit(self, work: Callable[[], _T]) -> Future[_T]:
+        if self._executor is not None:
+            return self._executor.submit(work)
+        future: Future[_T] = Future()
+        future.set_result(work())
+        return future
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
         started = time.monotonic()

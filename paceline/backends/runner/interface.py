@@ -20,6 +20,7 @@ from paceline.core.outputs import BlockSwap, TokenLogprobs, WindowBlock
 __all__ = [
     "AdapterMaker",
     "AttentionBatch",
+    "CopyableModel",
     "Likeliest",
     "LoadedAdapter",
     "LoadedModel",
@@ -100,6 +101,15 @@ class StepModel(Protocol):
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear what blocks hold, before they are handed to a request."""
+
+
+@runtime_checkable
+class CopyableModel(Protocol):
+    """A ``StepModel`` whose blocks can be copied out and in, see ``core.backend.BlockMemory``."""
+
+    def block_layout(self) -> tuple[int, str] | None: ...
+    def read_blocks(self, block_ids: Sequence[int]) -> bytes: ...
+    def write_blocks(self, block_ids: Sequence[int], data: bytes) -> None: ...
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ from paceline.backends.runner.constraint import OutputConstraint
 from paceline.backends.runner.drafting import Drafting, DraftRow, Made
 from paceline.backends.runner.interface import (
     AttentionBatch,
+    CopyableModel,
     Likeliest,
     LoadedAdapter,
     LoadedModel,
@@ -125,6 +126,8 @@ class ModelRunner:
         self.model = loaded.model
         # by the number that plans name; others than the model's thread may add to it
         self.adapters: dict[int, LoadedAdapter] = {}
+        # what copies blocks out and in; None: nothing can
+        self.memory: CopyableModel | None = None
         self._sampler = loaded.sampler
         self._score = loaded.score
         self._draft = draft
@@ -143,6 +146,13 @@ class ModelRunner:
         """Apply grammars from now on; masks are filled on ``thread`` while the model runs."""
         self._matchers = matchers
         self._mask_thread = thread
+
+    def write_blocks(self, block_ids: Sequence[int], data: bytes) -> None:
+        """Fill blocks with content that was copied out before."""
+        assert self.memory is not None, "this model's blocks cannot be copied"
+        self.memory.write_blocks(block_ids, data)
+        if self._draft is not None:
+            self._draft.forget(block_ids, clear=True)
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Run one step; see ``SchedulerOutput`` for the order in which a plan is applied."""

@@ -216,6 +216,15 @@ class TorchAttention:
         window blocks."""
         return self._cache
 
+    @property
+    def has_window_blocks(self) -> bool:
+        return len(self._places) > 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, as ``read_blocks`` gives them."""
+        return int(self._cache[:, 0].numel() * self._cache.element_size())
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:
             self._cache[:, destination] = self._cache[:, source]
@@ -237,6 +246,17 @@ class TorchAttention:
                 self._host[:, dst] = self._cache[:, src]
             else:
                 self._cache[:, dst].copy_(self._host[:, src], non_blocking=True)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> bytes:
+        ids = self._to_device(np.asarray(block_ids, dtype=np.int64))
+        blocks = self._cache[:, ids].transpose(0, 1).contiguous()
+        return blocks.view(torch.uint8).cpu().numpy().tobytes()
+
+    def write_blocks(self, block_ids: Sequence[int], data: bytes) -> None:
+        layers, _, *block = self._cache.shape
+        blocks = torch.frombuffer(bytearray(data), dtype=self._dtype).view(-1, layers, *block)
+        ids = self._to_device(np.asarray(block_ids, dtype=np.int64))
+        self._cache[:, ids] = blocks.to(self._device).transpose(0, 1)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         if block_ids:

@@ -91,6 +91,28 @@ class TorchStep:
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
         self._attention.swap_blocks(swaps)
 
+    def block_layout(self) -> tuple[int, str] | None:
+        """Implement ``interface.CopyableModel.block_layout``. A release of PyTorch, or another
+        device or level, may give other bits."""
+        attention = self._attention
+        if not isinstance(attention, TorchAttention) or attention.has_window_blocks:
+            return None
+        device = self._device
+        level = torch.backends.cpu.get_cpu_capability()
+        if device.type == "cuda":
+            level = torch.cuda.get_device_name(device)
+        return attention.block_bytes, f"torch {torch.__version__} {level}"
+
+    @torch.inference_mode()
+    def read_blocks(self, block_ids: Sequence[int]) -> bytes:
+        assert isinstance(self._attention, TorchAttention), "others have no KV cache"
+        return self._attention.read_blocks(block_ids)
+
+    @torch.inference_mode()
+    def write_blocks(self, block_ids: Sequence[int], data: bytes) -> None:
+        assert isinstance(self._attention, TorchAttention), "others have no KV cache"
+        self._attention.write_blocks(block_ids, data)
+
     @torch.inference_mode()
     def place(self, given: Sequence[WindowBlock]) -> None:
         """Implement ``steps.WindowedModel.place``."""

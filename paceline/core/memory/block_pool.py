@@ -16,10 +16,11 @@ This module does not know requests, tokens or what the blocks hold.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["BlockPool", "Pool"]
+__all__ = ["BlockPool", "Losses", "Pool"]
 
 
 class Pool(Protocol):
@@ -32,6 +33,16 @@ class Pool(Protocol):
     @property
     def num_cached_free(self) -> int: ...
     def allocate(self, count: int, /) -> list[int]: ...
+
+
+@dataclass(slots=True)
+class Losses:
+    """Prefixes that a pool has lost, until their reader, which has copies, clears the lists."""
+
+    # (block, hash) of those whose block was taken; the block holds them until a later plan runs
+    evicted: list[tuple[int, bytes]] = field(default_factory=list)
+    # hashes of those that are not to be trusted
+    forgotten: list[bytes] = field(default_factory=list)
 
 
 class BlockPool:
@@ -50,6 +61,8 @@ class BlockPool:
         self._blank: list[int] = []
         # free blocks with a hash, least recently freed first; removal from the middle is O(1)
         self._findable: OrderedDict[int, None] = OrderedDict()
+        # public: set by a reader of what is lost; None: there is none
+        self.losses: Losses | None = None
 
     @property
     def num_free(self) -> int:
@@ -59,6 +72,18 @@ class BlockPool:
     def num_cached_free(self) -> int:
         """Free blocks that the prefix cache can find."""
         return len(self._findable)
+
+    @property
+    def max_idle(self) -> int:
+        """Free blocks that may keep a prefix while others were never used."""
+        return self._max_idle
+
+    def findable(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (block, hash) of the free blocks that can be found, most recently freed first."""
+        for block_id in reversed(self._findable):
+            block_hash = self._hashes[block_id]
+            assert block_hash is not None, "a findable block has a hash"
+            yield block_id, block_hash
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks no request holds."""
@@ -106,6 +131,8 @@ class BlockPool:
             del cached[block_hash]
             hashes[block_id] = None
             taken.append(block_id)
+            if self.losses is not None:
+                self.losses.evicted.append((block_id, block_hash))
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each; a free block leaves the free queue with its content."""
@@ -126,6 +153,8 @@ class BlockPool:
                 block_hash = hashes[block_id]
                 if forget and block_hash is not None:
                     del self._cached[block_hash]
+                    if self.losses is not None:
+                        self.losses.forgotten.append(block_hash)
                     block_hash = hashes[block_id] = None
                 if block_hash is None:
                     self._blank.append(block_id)

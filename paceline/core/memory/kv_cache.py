@@ -30,7 +30,7 @@ from paceline.core.memory.windows import WindowBlocks
 from paceline.core.outputs import BlockCopy
 from paceline.core.request import AdapterUse, Request
 
-__all__ = ["KVCacheManager", "blocks_for", "hash_block"]
+__all__ = ["KVCacheManager", "blocks_for", "hash_block", "hash_prefix"]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -67,6 +67,21 @@ def root_hash(cache_salt: str | None, adapter: AdapterUse | None = None) -> byte
     # keys have one length, so no salt looks like a key
     key = b"" if adapter is None else b"\x02" + adapter.key
     return sha256(b"paceline-prefix" + key + salt).digest()
+
+
+def hash_prefix(
+    token_ids: Sequence[int],
+    block_size: int,
+    cache_salt: str | None = None,
+    adapter: AdapterUse | None = None,
+) -> list[bytes]:
+    """Return the hashes of the full blocks that a request of these tokens may find in a cache: its
+    last token is always computed."""
+    parent, hashes = root_hash(cache_salt, adapter), []
+    for start in range(0, len(token_ids) - block_size, block_size):
+        parent = hash_block(parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes
 
 
 _UNCHANGED = Extension((), None)
@@ -196,14 +211,24 @@ class KVCacheManager:
     def land_prefix(self, request: Request) -> None:
         """Put the full blocks of a prompt that was computed elsewhere into the prefix cache, where
         the first plan finds them, unless other requests took these blocks before."""
-        assert self.windows is None, "what layers with a window keep does not come along"
         held = self.starting_blocks(request)
-        usable = (request.num_tokens - 1) // self.block_size
-        missing = request.block_hashes[len(held) : usable]
-        self.pool.acquire(held)
+        self.land(request.block_hashes[: (request.num_tokens - 1) // self.block_size], len(held))
+
+    def land(self, block_hashes: Sequence[bytes], first: int) -> list[int]:
+        """Cache a prefix of which ``block_hashes[first:]`` was computed elsewhere, as far as memory
+        is free, and return the blocks that are to be written for these before the next plan runs.
+        None where the prefix before ``first`` is gone: its rest would not be found."""
+        assert self.windows is None, "what layers with a window keep does not come along"
+        held = [self.pool.lookup(block_hash) for block_hash in block_hashes[:first]]
+        kept = [block_id for block_id in held if block_id is not None]
+        if len(kept) < first:
+            return []
+        missing = block_hashes[first:]
+        self.pool.acquire(kept)
         landed = self.pool.allocate(min(len(missing), self.pool.num_free))
         self.pool.register(landed, missing[: len(landed)])
-        self.pool.release([*held, *landed])
+        self.pool.release([*kept, *landed])
+        return landed
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let ``child`` share the blocks of a prompt that ``parent`` has computed; only the last

@@ -23,7 +23,8 @@ from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.engine.adapters.store import AdapterStore
 from paceline.engine.core import EngineCore
-from paceline.engine.fanout import add_to_core, request_of
+from paceline.engine.fanout import add_to_core, check_token_ids, request_of
+from paceline.engine.process.arrivals import Arrivals
 from paceline.engine.process.in_flight import InFlightFile
 from paceline.engine.process.messages import (
     Abort,
@@ -70,6 +71,7 @@ class EngineLoop:
         send: takes every message for the client, in order; must not block.
         at_rest: called once whenever there has been nothing to do for a moment.
         in_flight: gets the requests that are worked on.
+        arrivals: requests that wait for KV blocks; None: made where the core keeps blocks.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class EngineLoop:
         *,
         at_rest: Callable[[], object] = lambda: None,
         in_flight: InFlightFile | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._core = core
         self._in_flight = in_flight
@@ -90,6 +93,9 @@ class EngineLoop:
         self._send = send
         self._clock = clock
         self._at_rest = at_rest
+        if arrivals is None and core.blocks is not None:
+            arrivals = Arrivals(core.blocks, core.prompt_seconds, core.adapter_of)
+        self._arrivals = arrivals
         self._readiness = Readiness(core.matchers, core.adapters)
         self._shutdown: Shutdown | None = None
         # updates of aborts, sent with the next step's
@@ -117,10 +123,12 @@ class EngineLoop:
             if self._core.has_work:
                 checked = False
                 self._step()
-            elif self._readiness and not self._updates:
+            elif self._waits and not self._updates:
                 # there will soon be work: neither a heartbeat nor a check
                 self._tell_timeline()
             elif came or checked:
+                if self._core.blocks is not None:
+                    self._core.blocks.save_idle(self._core.num_steps)
                 self._flush()
             else:
                 self._core.check_integrity()
@@ -128,11 +136,17 @@ class EngineLoop:
                 self._tell_timeline(idle=True)
                 checked = True
 
+    @property
+    def _waits(self) -> bool:
+        """Whether requests wait outside the scheduler, or peers for blocks."""
+        blocks = self._core.blocks
+        return bool(self._readiness or self._arrivals or (blocks is not None and blocks.is_busy))
+
     def _patience(self, busy: bool, checked: bool) -> float:
         """Return the seconds to wait for a message: 0 while there is something to compute."""
         if not busy:
             adapters = self._core.adapters
-            if self._readiness or (adapters is not None and (self._ends or adapters.is_busy)):
+            if self._waits or (adapters is not None and (self._ends or adapters.is_busy)):
                 return _READINESS
             return _BEAT if checked else _QUIET
         wake_at = self._core.wake_at
@@ -154,19 +168,26 @@ class EngineLoop:
         for message in messages:
             if isinstance(message, Shutdown):
                 self._shutdown = message
+                if self._arrivals is not None:
+                    self._arrivals.close()
                 break
             self._handle(message)
         if self._core.adapters is not None:
             self._poll_adapters(self._core.adapters)
         if self._readiness:
             self._admit_ready()
+        if self._core.blocks is not None:
+            self._core.blocks.poll(self._core.num_steps, self._core.num_planned)
+        if self._arrivals:
+            self._admit_arrived(self._arrivals)
         return bool(messages)
 
     def _poll_adapters(self, adapters: AdapterStore) -> None:
         """End leases of requests that have ended, and take in what was loaded."""
         if adapters.has_leases and self._ends:
             live = {request_of(request.request_id) for request in self._core.scheduler.requests}
-            adapters.release_except(live | set(self._readiness.request_ids))
+            arriving = () if self._arrivals is None else self._arrivals.request_ids
+            adapters.release_except(live | {*self._readiness.request_ids, *arriving})
         self._ends = False
         if adapters.is_busy or self._readiness:
             adapters.poll()
@@ -180,13 +201,15 @@ class EngineLoop:
         if isinstance(message, Abort):
             self._ends = True
             self._updates += self._readiness.abort(message.request_ids)
+            if self._arrivals:
+                self._updates += self._arrivals.abort(message.request_ids)
             self._tell_readiness()
             reason = FinishReason.STOP if message.stopped else FinishReason.ABORT
             self._updates += self._core.abort(message.request_ids, reason)
             return
         with self._taking_in(message.request) as request:
             if not self._hold(request):
-                add_to_core(self._core, request)
+                self._fetch_or_add(request)
             elif (timeline := self._core.timeline) is not None:
                 name, slo = request.request_id, request.slo
                 timeline.door.hold(name, slo.slo_class, request.tenant, request.arrival_time)
@@ -238,6 +261,19 @@ class EngineLoop:
             with self._taking_in(ready) as request:
                 if refusal is not None:
                     raise refusal
+                self._fetch_or_add(request)
+
+    def _fetch_or_add(self, request: GenerationRequest) -> None:
+        """Queue a request, unless blocks of it are worth waiting for."""
+        if self._arrivals is not None:
+            check_token_ids(request, self._core.info.vocab_size)
+            if self._arrivals.hold(request, self._clock()):
+                return
+        add_to_core(self._core, request)
+
+    def _admit_arrived(self, arrivals: Arrivals) -> None:
+        for arrived in arrivals.take(self._clock()):
+            with self._taking_in(arrived) as request:
                 add_to_core(self._core, request)
 
     def _tell_readiness(self) -> None:
@@ -282,6 +318,7 @@ def engine_stats(
         scheduler=core.stats(),
         classes=classes,
         finished_answers_bytes=0 if core.answers is None else core.answers.num_bytes,
+        blocks=None if core.blocks is None else core.blocks.stats(),
     )
 
 
@@ -310,6 +347,8 @@ def engine_info(core: EngineCore, model: str) -> EngineInfo:
         max_num_waiting=config.max_num_waiting,
         pooling=backend.pooling,
         adapter_bytes=0 if core.adapters is None else core.adapters.books.max_bytes,
+        kv_fingerprint="" if core.blocks is None else core.blocks.fingerprint.hex(),
+        kv_port=0 if core.blocks is None else core.blocks.port,
     )
 
 

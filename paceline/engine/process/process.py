@@ -16,6 +16,7 @@ builds the core, and this module never learns what a model is.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -114,13 +115,16 @@ def _build_and_run(
     inbox.bind(launch.inbox)
     in_flight = InFlightFile(Path(launch.in_flight), core.pipeline_depth)
     watch.catch_sigterm()
+    messages = _SocketInbox(inbox, watch)
+    if core.blocks is not None:
+        core.blocks.wake = messages.wake
     try:
         send(Ready(info))
         watch_contention()
         with collected_seldom():
             shutdown = EngineLoop(
                 core,
-                _SocketInbox(inbox, watch),
+                messages,
                 send,
                 at_rest=gc.collect,
                 in_flight=in_flight,
@@ -209,14 +213,26 @@ class _SocketInbox:
     def __init__(self, inbox: zmq.Socket[bytes], watch: _Watch) -> None:
         self._socket = inbox
         self._watch = watch
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(watch.wake_fd, zmq.POLLIN)
+        self._poller.register(self._reader.fileno(), zmq.POLLIN)
+
+    def wake(self) -> None:
+        """Make a waiting ``receive`` return. Called from any thread."""
+        with contextlib.suppress(BlockingIOError):
+            # full of earlier wake-ups, which suffice
+            self._writer.send(b"\0")
 
     def receive(self, timeout: float) -> Sequence[ClientMessage]:
         messages: list[ClientMessage] = []
         if timeout > 0:
             self._poller.poll(int(timeout * 1000))
+            with contextlib.suppress(BlockingIOError):
+                self._reader.recv(4096)
         if self._watch.reason:
             messages.append(Shutdown(self._watch.reason))
             return messages

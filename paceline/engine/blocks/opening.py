@@ -1,0 +1,107 @@
+"""What an engine keeps and gives away, made of its settings."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from paceline.core.backend import BackendInfo, BlockMemory, ModelBackend
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.engine.blocks.disk import DiskStore
+from paceline.engine.blocks.fingerprint import file_digests, fingerprint
+from paceline.engine.blocks.keeper import BlockKeeper
+from paceline.engine.blocks.peer import BlockServer, Peer
+from paceline.engine.types import KvSource
+from paceline.errors import ConfigError
+from paceline.files import make_private_folder
+
+__all__ = ["KEY_VARIABLE", "BlockSettings", "open_keeper"]
+
+# environment variable with the key that engines of one fleet share
+KEY_VARIABLE: Final = "PACELINE_KV_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSettings:
+    """Settings of blocks outside the pool."""
+
+    # folder of blocks on disk, and its most bytes; None: nothing is kept
+    folder: Path | None
+    max_bytes: int
+    # port at which peers ask, 0 for a free one; None: they cannot
+    port: int | None
+    host: str = "0.0.0.0"
+
+
+def open_keeper(
+    kv: KVCacheManager,
+    backend: ModelBackend,
+    settings: BlockSettings,
+    files: tuple[Path, ...],
+    environment: Mapping[str, str] = os.environ,
+) -> BlockKeeper:
+    """Return what keeps blocks of ``backend`` outside its pool.
+
+    Args:
+        files: the model's files.
+
+    Raises:
+        ConfigError: a model whose blocks cannot be copied, a folder that cannot be written, a port
+            that is taken, or one without a key.
+    """
+    asked = "--kv-store" if settings.folder is not None else "--kv-port"
+    layout = None
+    if not isinstance(backend, BlockMemory) or (layout := backend.block_layout()) is None:
+        raise ConfigError(
+            f"{asked}: the backend {backend.info.name} cannot copy KV blocks of this model"
+        )
+    if not kv.config.enable_prefix_caching:
+        raise ConfigError(
+            f"{asked} keeps cached prefixes, and --no-enable-prefix-caching keeps none"
+        )
+    block_bytes, level = layout
+    key = environment.get(KEY_VARIABLE, "").encode()
+    if settings.port is not None and not key:
+        raise ConfigError(
+            f"--kv-port {settings.port} needs a key that peers share: set {KEY_VARIABLE}"
+        )
+    store = None
+    try:
+        if settings.folder is not None:
+            make_private_folder(settings.folder)
+        digests = file_digests(files, settings.folder)
+    except OSError as error:
+        raise ConfigError(f"{asked} {settings.folder or ''}: {error}") from None
+    print_ = fingerprint(digests, _about(backend.info, level))
+    if settings.folder is not None:
+        store = DiskStore(settings.folder, print_, block_bytes, settings.max_bytes)
+    keeper = BlockKeeper(kv, backend, print_, store)
+    if key:
+        keeper.peer = partial(_peer, print_, block_bytes, key)
+    if settings.port is not None:
+        try:
+            listener = socket.create_server((settings.host, settings.port), backlog=16)
+        except OSError as error:
+            keeper.close()
+            raise ConfigError(f"--kv-port {settings.port}: {error.strerror or error}") from None
+        keeper.server = BlockServer(listener, keeper.ask, print_, block_bytes, key)
+    return keeper
+
+
+def _about(info: BackendInfo, level: str) -> dict[str, object]:
+    return {
+        "backend": info.name, "dtype": info.dtype, "kv_dtype": info.kv_dtype, "level": level,
+        "block_size": info.block_size, "vocab_size": info.vocab_size,
+    }  # fmt: skip
+
+
+def _peer(print_: bytes, block_bytes: int, key: bytes, source: KvSource) -> Peer | None:
+    """Return the peer that a request names; None where its blocks are not like ours."""
+    if source.fingerprint != print_.hex():
+        return None
+    return Peer(source.url, print_, block_bytes, key)

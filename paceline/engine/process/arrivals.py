@@ -1,0 +1,248 @@
+"""Requests that wait for KV blocks from outside, before they join the queue.
+
+They hold up no other request: each joins the queue, with its own arrival time, once the blocks of
+its prompt have come, or have not come in time. What has not come is computed. This module does not
+know where blocks come from, or how.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from queue import Empty, Full, Queue
+from typing import Final, NamedTuple
+
+import msgspec
+
+from paceline.core.memory.kv_cache import hash_prefix
+from paceline.core.outputs import RequestUpdate
+from paceline.core.request import AdapterUse, FinishReason
+from paceline.engine.blocks.keeper import BlockKeeper
+from paceline.engine.blocks.link import Link
+from paceline.engine.blocks.store import BlockSource
+from paceline.engine.fanout import choice_ids
+from paceline.engine.types import GenerationRequest
+
+__all__ = ["Arrivals"]
+
+# a fetch may take this many times as long as predicted, and at least so many seconds
+_LATE: Final = 2.0
+_LEAST_S: Final = 0.5
+# fetches under way at once; others wait, within their own deadlines
+_FETCHES: Final = 2
+# pieces that wait to be landed at most, of 4 MiB (``disk``, ``peer``)
+_PIECES: Final = 16
+# peers whose speed is remembered
+_LINKS: Final = 64
+
+
+class _Part(NamedTuple):
+    """A run of blocks from one place: ``hashes[first:stop]`` of the fetch."""
+
+    name: str
+    source: BlockSource
+    link: Link
+    first: int
+    stop: int
+
+
+class _Fetch:
+    """One fetch, which requests with the same prefix share."""
+
+    def __init__(self, hashes: list[bytes], parts: Sequence[_Part], deadline: float) -> None:
+        self.hashes, self.parts, self.deadline = hashes, parts, deadline
+        self.requests: list[GenerationRequest] = []
+        # blocks that are in the pool, and those that were read so far
+        self.landed = self.read = parts[0].first
+        self.pieces: Queue[tuple[str, bytes]] = Queue(_PIECES)
+        # written by the thread that reads
+        self.result, self.ended = "gone", False
+        # written by the engine's thread: nothing more is wanted
+        self.stopped = False
+
+
+class Arrivals:
+    """Requests that wait. Used from the engine's thread.
+
+    Args:
+        computing: seconds to compute this number of prompt tokens; infinite if unknown.
+        adapter_of: a request's adapter, see ``AdapterStore.use_of``.
+        executor: runs fetches; None: threads of its own.
+        least: seconds that a fetch may take in any case.
+    """
+
+    def __init__(
+        self,
+        keeper: BlockKeeper,
+        computing: Callable[[int], float],
+        adapter_of: Callable[[str], AdapterUse | None],
+        *,
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        least: float = _LEAST_S,
+    ) -> None:
+        self._keeper, self._adapter_of = keeper, adapter_of
+        self._computing, self._clock, self._least = computing, clock, least
+        self._executor = executor or ThreadPoolExecutor(_FETCHES, thread_name_prefix="kv-fetch")
+        # by the first hash that is fetched
+        self._fetches: dict[bytes, _Fetch] = {}
+        self._links: dict[str, Link] = {}
+
+    def __len__(self) -> int:
+        """Return the number of requests that wait."""
+        return sum(len(fetch.requests) for fetch in self._fetches.values())
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Ids of requests that wait."""
+        return tuple(r.request_id for fetch in self._fetches.values() for r in fetch.requests)
+
+    def hold(self, request: GenerationRequest, now: float) -> bool:
+        """Keep a request for which blocks are worth fetching; return False if none are."""
+        if request.sampling.prompt_logprobs is not None:
+            # such a prompt shares nothing
+            return False
+        tokens, resume = request.prompt_token_ids, request.resume
+        if resume is not None and len(resume.choices) == 1:
+            tokens = [*tokens, *resume.choices[0].token_ids]
+        adapter = self._adapter_of(request.request_id) if request.adapter is not None else None
+        keeper = self._keeper
+        hashes = hash_prefix(tokens, keeper.kv.block_size, request.cache_salt, adapter)
+        first = keeper.num_here(hashes)
+        stop = first + keeper.room_for(len(hashes) - first)
+        if first == stop:
+            return False
+        fetch = self._fetches.get(hashes[first])
+        if fetch is None:
+            parts = self._parts(request, hashes, first, stop)
+            if not parts:
+                return False
+            taken = sum(p.link.seconds((p.stop - p.first) * keeper.block_bytes) for p in parts)
+            deadline = now + max(self._least, _LATE * taken)
+            fetch = self._fetches[hashes[first]] = _Fetch(hashes, parts, deadline)
+            self._executor.submit(self._read, fetch)
+        fetch.requests.append(request)
+        return True
+
+    def take(self, now: float) -> list[GenerationRequest]:
+        """Land what has come, and return requests whose wait is over, in order of arrival."""
+        over: list[GenerationRequest] = []
+        for head, fetch in list(self._fetches.items()):
+            # read first: nothing comes after it
+            ended = fetch.ended
+            self._land(fetch)
+            if not ended and now < fetch.deadline and not fetch.stopped:
+                continue
+            fetch.stopped = True
+            result = fetch.result if ended else "late"
+            for part in fetch.parts:
+                missing = part.stop - max(part.first, fetch.landed)
+                self._keeper.note(part.name, result, max(0, missing))
+            del self._fetches[head]
+            over += fetch.requests
+        return over
+
+    def abort(self, sequence_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
+        """End waiting requests with a choice among the ids; return updates of all their choices."""
+        ids, updates = set(sequence_ids), list[RequestUpdate]()
+        for head, fetch in list(self._fetches.items()):
+            kept = []
+            for request in fetch.requests:
+                choices = choice_ids(request)
+                if ids.isdisjoint(choices):
+                    kept.append(request)
+                    continue
+                updates += [
+                    RequestUpdate(choice, (), None, FinishReason.ABORT, None, 0, 0.0, 0)
+                    for choice in choices
+                ]
+            fetch.requests = kept
+            if not kept:
+                fetch.stopped = True
+                del self._fetches[head]
+        return tuple(updates)
+
+    def close(self) -> None:
+        """Stop all fetches. Idempotent."""
+        for fetch in self._fetches.values():
+            fetch.stopped = True
+        self._fetches.clear()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _parts(
+        self, request: GenerationRequest, hashes: list[bytes], first: int, stop: int
+    ) -> list[_Part]:
+        """Return where to fetch from: this engine's store, and behind that a peer."""
+        keeper, parts = self._keeper, list[_Part]()
+        size = keeper.kv.block_size
+
+        def add(name: str, place: str, source: BlockSource, count: int) -> None:
+            if place not in self._links and len(self._links) == _LINKS:
+                del self._links[next(iter(self._links))]
+            link = self._links.setdefault(place, Link())
+            computing = self._computing(count * size)
+            if count and link.is_worth(count * keeper.block_bytes, computing):
+                begin = parts[-1].stop if parts else first
+                parts.append(_Part(name, source, link, begin, begin + count))
+
+        if keeper.store is not None:
+            add("disk", "disk", keeper.store, keeper.store.find(hashes[first:stop]))
+        done = parts[-1].stop if parts else first
+        source = None if request.kv_source is None else keeper.peer(request.kv_source)
+        if request.kv_source is not None and source is not None:
+            add("peer", request.kv_source.url, source, stop - done)
+        return parts
+
+    def _land(self, fetch: _Fetch) -> None:
+        keeper, size = self._keeper, self._keeper.block_bytes
+        while True:
+            try:
+                name, data = fetch.pieces.get_nowait()
+            except Empty:
+                return
+            count = len(data) // size
+            if fetch.stopped:
+                continue
+            landed = keeper.land(fetch.hashes[: fetch.landed + count], fetch.landed, data)
+            keeper.note(name, "hit", landed)
+            fetch.landed += landed
+            # without memory for the rest, that is computed
+            fetch.stopped = landed < count
+
+    def _read(self, fetch: _Fetch) -> None:
+        """Read all parts; runs on a thread of the executor."""
+        try:
+            for part in fetch.parts:
+                if fetch.stopped or not self._read_part(fetch, part):
+                    return
+        finally:
+            fetch.ended = True
+
+    def _read_part(self, fetch: _Fetch, part: _Part) -> bool:
+        """Read one part; return whether all of it came."""
+        began = self._clock()
+        came, first = 0, math.nan
+        try:
+            for data in part.source.read(
+                fetch.hashes[part.first : part.stop], fetch.deadline - began
+            ):
+                if came == 0:
+                    first = self._clock() - began
+                came += len(data)
+                fetch.pieces.put(
+                    (part.name, data), timeout=max(0.0, fetch.deadline - self._clock())
+                )
+                if fetch.stopped:
+                    return False
+        except Full:
+            fetch.result = "late"
+        except TimeoutError:
+            fetch.result = "late"
+        except (OSError, msgspec.MsgspecError):
+            fetch.result = "error"
+        took = self._clock() - began
+        if came or fetch.result == "late":
+            part.link.observe(came, took if math.isnan(first) else first, took)
+        return came == (part.stop - part.first) * self._keeper.block_bytes
