@@ -7,7 +7,9 @@ in the process that makes text. Only ``build_core`` loads torch, and only where 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,9 @@ from paceline.core.pooling import PoolingInfo
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from paceline.core.memory.kv_cache import KVCacheManager
     from paceline.engine.adapters.store import AdapterStore
+    from paceline.engine.blocks.keeper import BlockKeeper
     from paceline.engine.core import EngineCore
     from paceline.engine.protocol import Tokenizer
     from paceline.engine.types import EngineInfo
@@ -114,6 +118,8 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
     elif settings.scheduler.preemption == "swap":
         # swapping does not move window blocks
         load = replace(load, without_windows="--preemption swap moves whole blocks")
+    if settings.keeps_blocks:
+        load = replace(load, without_windows="--kv-store and --kv-port move whole blocks")
     if settings.enable_lora:
         load = replace(load, adapter_bytes=_adapter_bytes(settings))
     draft = draft_of(settings.scheduler.speculative_config, settings.model_path)
@@ -156,6 +162,24 @@ def _adapter_store(
         max_bytes, settings.max_cpu_loras, settings.max_lora_rank, settings.lora_dtype
     )
     return AdapterStore(backend, limits)
+
+
+def _keeper_maker(
+    settings: EngineSettings, backend: ModelBackend
+) -> Callable[[KVCacheManager], BlockKeeper] | None:
+    """Return what makes the keeper of blocks outside the pool; None where none is asked for."""
+    from paceline.engine.blocks.opening import BlockSettings, model_files, open_keeper
+
+    if not settings.keeps_blocks:
+        return None
+    wanted = BlockSettings(
+        folder=None if settings.kv_store is None else Path(settings.kv_store),
+        max_bytes=settings.kv_store_bytes,
+        port=settings.kv_port,
+        host=settings.kv_host,
+    )
+    files = () if settings.model_path is None else model_files(Path(settings.model_path))
+    return partial(open_keeper, backend=backend, settings=wanted, files=files)
 
 
 def choose_max_model_len(
@@ -315,6 +339,7 @@ def build_core(
             matchers=matchers,
             recorders=recorders,
             adapters=_adapter_store(settings, backend, settings.lora_bytes or 0),
+            blocks=_keeper_maker(settings, backend),
         )
     except BaseException:
         backend.close()

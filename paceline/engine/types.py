@@ -10,6 +10,7 @@ Times are seconds of ``time.monotonic()``, which all processes of one host share
 from __future__ import annotations
 
 from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -38,6 +39,7 @@ __all__ = [
     "SchedulerStats",
     "Timeline",
     "TokenLogprobs",
+    "parse_kv_url",
     "tokens_per_second",
 ]
 
@@ -125,6 +127,16 @@ class KvSource(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     # of its blocks, see ``EngineInfo.kv_fingerprint``
     fingerprint: str
+
+
+def parse_kv_url(url: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://HOST:PORT``. Raises ValueError for anything else."""
+    parts = urlsplit(url)
+    rest = parts.path, parts.query, parts.fragment, parts.username, parts.password
+    # the port raises ValueError if it is not one
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port or any(rest):
+        raise ValueError(f"{url!r} must be tcp://HOST:PORT")
+    return parts.hostname, parts.port
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, tag="adapter", array_like=True):

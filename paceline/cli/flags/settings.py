@@ -77,6 +77,12 @@ class EngineSettings:
     max_cpu_loras: int | None = None
     max_lora_rank: int | None = None
     lora_dtype: str = "auto"
+    # folder of KV blocks on disk, None for none, and its most bytes; port at which peers ask for
+    # blocks, None for none, and its address
+    kv_store: str | None = None
+    kv_store_bytes: int = 8 << 30
+    kv_port: int | None = None
+    kv_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         load = self.load
@@ -98,6 +104,11 @@ class EngineSettings:
                 f"--null-step-time {self.null_step_time:g} is for --backend null, not for "
                 f"{self.backend}"
             )
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Tell whether KV blocks leave the engine's memory."""
+        return self.kv_store is not None or self.kv_port is not None
 
     @classmethod
     def of(cls, **values: Any) -> EngineSettings:

@@ -22,6 +22,7 @@ from paceline.cli.flags.adapter_options import (
     add_adapter_options,
 )
 from paceline.cli.flags.arguments import Parser
+from paceline.cli.flags.block_options import add_block_options, block_settings
 from paceline.cli.flags.explicit_flags import given_flags
 from paceline.cli.flags.limit_options import add_limit_options, limit_settings
 from paceline.cli.flags.options import (
@@ -102,6 +103,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add_engine_options(parser)
     add_admission_options(parser)
     add_adapter_options(parser)
+    add_block_options(parser)
     add_batch_options(parser)
     parser.set_defaults(run=run, given=partial(given_flags, parser))
     parser.rewrite = _rewrite
@@ -144,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ssl_certfile is not None:
         # checked before a model is fetched and loaded
         check_tls_files(args.ssl_certfile, args.ssl_keyfile)
-    adapters = adapter_settings(args)
+    adapters, blocks = adapter_settings(args), block_settings(args)
     api_keys = _api_keys(args.api_key_file, args.api_key)
     # a taken port is found before a model is fetched and loaded
     with contextlib.ExitStack() as sockets:
@@ -158,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         if not api_keys:
             _warn_if_reachable(listener)
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
-        settings = settings.changed(**adapters)
+        settings = settings.changed(**adapters, **blocks)
         # an engine publishes its timeline only if the server shows it
         kept = args.ui and args.timeline and args.timeline_history > 0
         settings = replace(settings, timeline=kept)
@@ -370,6 +372,7 @@ def successor(settings: EngineSettings, before: EngineInfo, number: int) -> Engi
         kv_cache_bytes=None,
         max_model_len=before.max_model_len,
         lora_bytes=before.adapter_bytes or None,
+        kv_port=before.kv_port or settings.kv_port,
         numa=before.numa_nodes or settings.load.numa,
         numa_fallback=True,
         record=None if settings.record is None else f"{settings.record}.{number}",

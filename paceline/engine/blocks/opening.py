@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from paceline.checkpoints.gguf.shards import weight_files
 from paceline.core.backend import BackendInfo, BlockMemory, ModelBackend
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.engine.blocks.disk import DiskStore
@@ -20,7 +21,7 @@ from paceline.engine.types import KvSource
 from paceline.errors import ConfigError
 from paceline.files import make_private_folder
 
-__all__ = ["KEY_VARIABLE", "BlockSettings", "open_keeper"]
+__all__ = ["KEY_VARIABLE", "BlockSettings", "model_files", "open_keeper"]
 
 # environment variable with the key that engines of one fleet share
 KEY_VARIABLE: Final = "PACELINE_KV_KEY"
@@ -91,6 +92,13 @@ def open_keeper(
             raise ConfigError(f"--kv-port {settings.port}: {error.strerror or error}") from None
         keeper.server = BlockServer(listener, keeper.ask, print_, block_bytes, key)
     return keeper
+
+
+def model_files(path: Path) -> tuple[Path, ...]:
+    """Return the files that a model's weights and shape are read from."""
+    if path.is_dir():
+        return tuple(sorted([*path.glob("*.safetensors"), path / "config.json"]))
+    return tuple(weight_files(path))
 
 
 def _about(info: BackendInfo, level: str) -> dict[str, object]:

@@ -26,15 +26,15 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from struct import Struct
 from typing import Final, TypeVar
-from urllib.parse import urlsplit
 from zlib import crc32
 
 import msgspec
 
 from paceline.engine.blocks.keeper import Asked
+from paceline.engine.types import parse_kv_url
 from paceline.errors import ConfigError
 
-__all__ = ["BlockServer", "Peer", "parse_url"]
+__all__ = ["BlockServer", "Peer"]
 
 _log = logging.getLogger(__name__)
 
@@ -72,20 +72,11 @@ class Have(msgspec.Struct, frozen=True, array_like=True, tag="have"):
 _M = TypeVar("_M", Hello, Ask, Have)
 
 
-def parse_url(url: str) -> tuple[str, int]:
-    """Return host and port of ``tcp://HOST:PORT``. Raises ValueError for anything else."""
-    parts = urlsplit(url)
-    rest = parts.path, parts.query, parts.fragment, parts.username, parts.password
-    if parts.scheme != "tcp" or not parts.hostname or not parts.port or any(rest):
-        raise ValueError(f"{url!r} must be tcp://HOST:PORT")
-    return parts.hostname, parts.port
-
-
 class Peer:
     """A ``store.BlockSource`` at another engine."""
 
     def __init__(self, url: str, fingerprint: bytes, block_bytes: int, key: bytes) -> None:
-        self._address = parse_url(url)
+        self._address = parse_kv_url(url)
         self._fingerprint, self._block, self._key = fingerprint, block_bytes, key
 
     def read(self, hashes: Sequence[bytes], timeout: float) -> Iterator[bytes]:

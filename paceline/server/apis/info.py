@@ -30,7 +30,7 @@ from paceline.server.protocol.field_types import (
 from paceline.server.protocol.generation import TemplateBody
 from paceline.server.protocol.requests import parse_template_options
 from paceline.server.transport.endpoint import JSON_BODY, with_ignored
-from paceline.server.transport.middleware import read_object
+from paceline.server.transport.middleware import may_administer, read_object
 from paceline.server.transport.responses import Routes, encoded
 
 __all__ = ["DetokenizeBody", "TokenizeMessagesBody", "TokenizePromptBody", "info_router"]
@@ -75,8 +75,13 @@ def info_router(service: Service) -> Routes:
         service.check_alive()
         return encoded({})
 
-    async def version(_request: Request) -> Response:
-        return encoded({"version": paceline.__version__})
+    async def version(request: Request) -> Response:
+        info = service.client.info
+        told: dict[str, Any] = {"version": paceline.__version__}
+        if info.kv_port and may_administer(request):
+            # who may name a source learns of this one
+            told["kv"] = {"port": info.kv_port, "fingerprint": info.kv_fingerprint}
+        return encoded(told)
 
     async def load(_request: Request) -> Response:
         return encoded({"server_load": service.in_flight})

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final, TypeAlias, TypeVar
 
-from paceline.errors import EngineDeadError, EngineDrainingError
+from paceline.errors import EngineDeadError, EngineDrainingError, InvalidRequestError
 from paceline.http.errors import Reply, error_body, reply_to
 from paceline.server.apis.openai.chat import chat_answer
 from paceline.server.apis.openai.completions import completion_answer
@@ -44,6 +44,8 @@ def _usual(
     def endpoint(
         service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
     ) -> Awaitable[bytes]:
+        if body.get("kv_source") is not None:
+            raise InvalidRequestError("kv_source is not served in batches", "kv_source")
         return answer(service, parse(body, rules, owner), id_, at)
 
     return endpoint

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from paceline.core.request import MOST_DRAFT_TOKENS
+from paceline.engine.types import parse_kv_url
 from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_integer, check_object, check_string, check_token_ids, show
 from paceline.server.protocol import schemas
@@ -185,6 +186,22 @@ class StreamOptions(Body):
     continuous_usage_stats = boolean()
 
 
+def _kv_url(value: Any, name: str, _: RequestRules) -> str:
+    url = check_string(value, name, 1, _MAX_SALT_CHARS)
+    try:
+        parse_kv_url(url)
+    except ValueError:
+        raise InvalidRequestError(
+            f"{name} must be tcp://HOST:PORT, got {show(url)}", name
+        ) from None
+    return url
+
+
+class KvSourceBody(Body):
+    url = needed(described(_kv_url, schemas.string()))
+    fingerprint = needed(string(64, 64))
+
+
 class SpeculationOptions(Body):
     max_tokens = integer(0, MOST_DRAFT_TOKENS, MOST_DRAFT_TOKENS)
 
@@ -263,6 +280,13 @@ class GenerationBody(SamplingBody, UnservedFields):
         "depend on the batch ([accuracy](../understand/accuracy.md)) the tokens are those of the "
         "uncut answer; "
         "one prompt, no `echo`",
+    )
+    kv_source = nested(
+        KvSourceBody,
+        note="another engine that has computed a part of this prompt and output, as its `/version` "
+        "tells it: blocks are fetched there where that is faster than computing, and computed if "
+        "they do not come; for keys of scope admin "
+        "([prompts over restarts](../operate/prompts-over-restarts.md#from-another-engine))",
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
+from paceline.engine.types import KvSource
 from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_token_ids, show
 from paceline.server.model_formats.reasoning import Thinking
@@ -99,6 +100,8 @@ class GenerationOptions:
     ignored_fields: tuple[str, ...] = ()
     # the adapter that the request names as its model; None: the model itself
     adapter: NamedAdapter | None = None
+    # another engine that has computed a part of it; None: not given
+    kv_source: KvSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +358,9 @@ def _options(
         cuts_max_tokens=cuts_max_tokens,
         ignored_fields=body.ignored_fields,
         adapter=rules.adapters.get(model or ""),
+        kv_source=None
+        if body.kv_source is None
+        else KvSource(url=body.kv_source.url, fingerprint=body.kv_source.fingerprint),
     )
 
 

@@ -10,13 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.engine.types import GenerationOutput
-from paceline.http.errors import Reply, error_body, reply_to
+from paceline.http.errors import HttpError, Reply, error_body, reply_to
 from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, SSE, EventStream, event, first_event, unless_disconnected
 from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import GenerationOptions, RequestRules
 from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_headers
-from paceline.server.transport.middleware import read_object, request_id_of, tenant_of
+from paceline.server.transport.middleware import (
+    may_administer,
+    read_object,
+    request_id_of,
+    tenant_of,
+)
 from paceline.server.transport.responses import json_response
 
 __all__ = [
@@ -81,7 +86,10 @@ async def body_of(service: Service, request: Request) -> dict[str, Any]:
 
 
 def caller_of(request: Request, body: dict[str, Any]) -> str:
-    """Return the tenant: the key's, or the one that the body names."""
+    """Return the tenant: the key's, or the one that the body names. Raises HttpError where a body
+    has the server connect somewhere without the right to."""
+    if body.get("kv_source") is not None and not may_administer(request):
+        raise HttpError(403, "kv_source requires a key of scope admin")
     return tenant_of(request, named_tenant(body, *CALLER_FIELDS))
 
 

@@ -29,6 +29,7 @@ from paceline.server.transport.errors import refusal
 __all__ = [
     "GENERATE_PATHS",
     "ExchangeMiddleware",
+    "may_administer",
     "principal_of",
     "read_json",
     "read_object",
@@ -183,6 +184,12 @@ class ExchangeMiddleware:
         if ticket is not None:
             scope["state"]["ticket"] = ticket
             await limiter.enter(ticket)
+
+
+def may_administer(request: Request) -> bool:
+    """Tell whether the caller has a key of scope admin, or the server has no keys."""
+    state = request.scope["state"]
+    return not state.get("principal") or bool(state["speaks_for_others"])
 
 
 def tenant_of(request: Request, named: str) -> str:

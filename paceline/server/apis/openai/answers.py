@@ -433,4 +433,5 @@ def generation_request(
         store=options.store,
         adapter=None if options.adapter is None else options.adapter.key,
         adapter_scale=1.0 if options.adapter is None else options.adapter.scale,
+        kv_source=options.kv_source,
     )

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from paceline.core.queues.wait_clocks import REASONS
-from paceline.engine.types import EngineFaults, EngineInfo, EngineStats, SchedulerStats
+from paceline.engine.types import BlockStats, EngineFaults, EngineInfo, EngineStats, SchedulerStats
 from paceline.http.exposition import Number, Registry
 from paceline.http.slow_readers import SlowReaders
 
@@ -220,6 +220,37 @@ class EngineMetrics:
             "direction",
             {"out": "num_swapped_out_blocks", "in": "num_swapped_in_blocks"},
         )
+        self._fetched = new(
+            counter,
+            "paceline:kv_fetch_tokens",
+            "Tokens whose KV was wanted from disk or a peer, by what became of it.",
+            "source",
+            "result",
+        )
+        self._sent = registry.number(
+            counter, "paceline:kv_sent_tokens", "Tokens whose KV was given to other engines."
+        )
+        self._store_up = registry.number(
+            gauge,
+            "paceline:kv_store_up",
+            "1 while KV blocks are kept on disk; 0 without a folder or after an error.",
+        )
+        self._store_bytes = registry.number(
+            gauge, "paceline:kv_store_bytes", "Bytes of KV blocks on disk."
+        )
+        self._store_moved = new(
+            counter,
+            "paceline:kv_store_moved_bytes",
+            "KV bytes written to and read from disk.",
+            "way",
+        )
+        self._store_errors = new(
+            counter,
+            "paceline:kv_store_errors",
+            "KV blocks that were not as written (checksum), failed (disk), or were left out as too "
+            "many waited to be written (busy).",
+            "kind",
+        )
         one(
             gauge,
             "paceline:memory_pressure_level",
@@ -255,6 +286,7 @@ class EngineMetrics:
         for number, read in self._readings:
             number.value = read(now)
         self._update_classes(stats)
+        self._update_blocks(stats.blocks or BlockStats())
         for reason in REASONS:
             self._blocked.at(reason).value = float(reason == now.blocked_by)
         for reason, seconds in now.waited:
@@ -267,6 +299,16 @@ class EngineMetrics:
         ):
             for label, count in counts:
                 family.at(label).value = count
+
+    def _update_blocks(self, now: BlockStats) -> None:
+        for source, result, tokens in now.fetched:
+            self._fetched.at(source, result).value = tokens
+        self._sent.value = now.sent_tokens
+        self._store_up.value, self._store_bytes.value = now.store_up, now.store_bytes
+        self._store_moved.at("written").value = now.written_bytes
+        self._store_moved.at("read").value = now.read_bytes
+        for kind, count in now.errors:
+            self._store_errors.at(kind).value = count
 
     def _update_classes(self, stats: EngineStats) -> None:
         now = stats.scheduler
