@@ -39,6 +39,7 @@ _OWN_FIELDS: Final = {
         ("return_token_ids", rb"return_token_ids"),
         ("seed", rb"seed"),
         ("cache_salt", rb"cache_salt"),
+        ("kv_source", rb"kv_source"),
     )
 }
 _MOST_ERROR_BYTES: Final = 64 * 1024
@@ -69,6 +70,10 @@ class UpstreamRequest:
     _seed: int | None = None
     # engine that refused a limit -> the limit that it is asked for from then on
     _caps: dict[str, int] = field(default_factory=dict)
+    # engine that was asked last, the output at that moment, and the engine that made the latest
+    _asked: Upstream | None = None
+    _tokens_before: int = 0
+    _maker: Upstream | None = None
 
     def encode(
         self, endpoint: Endpoint, *, resumed: bool, left_out: frozenset[str] = frozenset()
@@ -80,12 +85,20 @@ class UpstreamRequest:
             left_out: added fields to omit, in addition to those that the endpoint is known to
                 refuse.
         """
+        self._note_maker(endpoint.upstream)
         changes = self._changes(endpoint, resumed=resumed)
         if changes:
             for name in (*left_out, *endpoint.upstream.left_out(endpoint.model)):
                 changes.pop(name, None)
         body = endpoint.upstream.dialect.body(self.context.path, self.context.body, changes)
         return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(endpoint), len(body), body)
+
+    def _note_maker(self, next_one: Upstream) -> None:
+        """Note which engine has computed most: the last one that made output."""
+        made = 0 if self.relay is None else self.relay.num_output_tokens
+        if made > self._tokens_before:
+            self._maker = self._asked
+        self._asked, self._tokens_before = next_one, made
 
     def refused(
         self, endpoint: Endpoint, status: int, error: bytes, *, resumed: bool
@@ -151,6 +164,9 @@ class UpstreamRequest:
             ids = self.relay.resume_ids()
             if ids is not None and takes_ids(endpoint):
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
+                source = None if self._maker is None else self._maker.kv_source
+                if source is not None and endpoint.upstream.capabilities.kv is not None:
+                    changes["kv_source"] = source
             else:
                 changes |= self._behind_text(self.relay, limits)
         return changes

@@ -171,6 +171,9 @@ def read_body(data: bytes) -> Body:
             raise InvalidRequestError("the request body must be a JSON object") from None
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     fields = {name: bytes(value) for name, value in raw.items()}
+    if "kv_source" in fields:
+        # an engine would connect there with the gateway's right to say so
+        raise InvalidRequestError("kv_source is not taken from callers", "kv_source")
     try:
         routed = _decode_routed(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):

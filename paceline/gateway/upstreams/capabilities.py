@@ -68,6 +68,9 @@ class Capabilities:
     # requests that run at once
     slots: int | None = None
     version: str = ""
+    # port at which other engines fetch its KV blocks, and what these depend on; told to keys of
+    # scope admin alone. None: none is served
+    kv: tuple[int, str] | None = None
     # capability -> how it was found out
     sources: dict[str, Source] = field(default_factory=dict)
 
@@ -96,7 +99,10 @@ async def discover_capabilities(
         if kind == "sglang":
             await _read_sglang(found, fetch)
         else:
-            found.version = _text(await _object(fetch, "/version"), "version")
+            told = await _object(fetch, "/version")
+            found.version = _text(told, "version")
+            if port := _count(_at(told, "kv"), "port"):
+                found.kv = port, _text(told["kv"], "fingerprint")
         if kind == "vllm" and found.continues is None and models:
             await _compare_prompts(found, fetch, models[0])
     elif kind == "llama.cpp":

@@ -232,6 +232,16 @@ class Upstream:
         self.pool.idle = KINDS[kind].idle
         self.forget()
 
+    @property
+    def kv_source(self) -> dict[str, str] | None:
+        """Where other engines fetch what it has computed; None: nowhere, or it is gone."""
+        kv = self.capabilities.kv
+        if kv is None or self.trouble or self.is_unreachable:
+            return None
+        host = self.pool.origin.host
+        host = f"[{host}]" if ":" in host else host
+        return {"url": f"tcp://{host}:{kv[0]}", "fingerprint": kv[1]}
+
     def left_out(self, model: str) -> frozenset[str]:
         """Fields that the gateway would add for this model, but that the engine refuses."""
         return self._left_out.get(model, frozenset())
