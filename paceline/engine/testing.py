@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.drafter import DraftTokens
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.engine.blocks.keeper import BlockKeeper
 from paceline.engine.core import EngineCore
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.loop import engine_info
@@ -161,6 +163,7 @@ def null_core(
     enable_prefix_caching: bool = True,
     tokenizer: Tokenizer | None = None,
     timeline: bool = False,
+    blocks: Callable[[KVCacheManager], BlockKeeper] | None = None,
     **scheduler: Any,
 ) -> EngineCore:
     """Make an EngineCore that uses all of ``backend``.
@@ -168,6 +171,7 @@ def null_core(
     Args:
         tokenizer: vocabulary to compile grammars for; None: ByteTokenizer.
         timeline: make a timeline for viewers.
+        blocks: see ``EngineCore``.
         scheduler: fields of SchedulerConfig.
     """
     info = backend.info
@@ -189,6 +193,7 @@ def null_core(
         recorders=(TimelineTap(config, cache),) if timeline else (),
         pipeline_depth=pipeline_depth,
         matchers=matchers,
+        blocks=blocks,
     )
 
 

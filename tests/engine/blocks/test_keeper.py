@@ -1,0 +1,266 @@
+"""Blocks leave the pool and come back with the same content, or are computed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.memory.kv_cache import hash_prefix
+from paceline.engine.blocks.keeper import Asked
+from paceline.engine.blocks.link import Link
+from paceline.engine.blocks.store import MemoryStore
+from tests.engine.blocks.rig import SOURCE, Engine, Inline, connect
+
+BLOCK = 4 * 8
+
+
+def prompt(number: int, length: int = 33) -> list[int]:
+    return [number, *range(length - 1)]
+
+
+def settle(engine: Engine) -> None:
+    """Wait until all copies on their way are in the store."""
+    assert engine.keeper._writer is not None
+    engine.keeper._writer.submit(lambda: None).result(30)
+
+
+def fetched(engine: Engine) -> dict[tuple[str, str], int]:
+    return engine.keeper.fetched
+
+
+def test_what_the_pool_evicts_is_read_back() -> None:
+    store = MemoryStore(BLOCK)
+    engine = Engine(store, num_blocks=12)
+    for number in range(4):
+        engine.answer(f"a{number}", prompt(number))
+        settle(engine)
+    assert fetched(engine) == {}
+    engine.answer("again", prompt(0))
+    assert fetched(engine) == {("disk", "hit"): 32}
+    assert engine.cached["again"] == 32
+    stats = engine.keeper.stats()
+    assert stats.fetched == (("disk", "hit", 32),) and stats.store_up
+
+
+def test_the_end_saves_what_can_be_found_and_a_next_engine_reads_it() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0), 8)
+    assert not store.blocks
+    first.core.close()
+    assert len(store.blocks) == 9, "full blocks of 33 + 8 - 1 tokens, registered as planned"
+    second = Engine(store)
+    second.answer("a", prompt(0), 8)
+    assert fetched(second) == {("disk", "hit"): 32}
+
+
+def test_idle_engines_save_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.engine.blocks.keeper._IDLE_BYTES", 3 * BLOCK)
+    store = MemoryStore(BLOCK)
+    engine = Engine(store)
+    engine.answer("a", prompt(0))
+    found = []
+    for _ in range(5):
+        engine.keeper.save_idle(engine.core.num_steps)
+        settle(engine)
+        found.append(len(store.blocks))
+    assert found == [3, 6, 8, 8, 8]
+    # first what begins the prompt: a rest alone is of no use
+    hashes = hash_prefix(prompt(0), 4)
+    assert store.find(hashes) == len(hashes)
+
+
+def test_what_failed_is_in_no_store() -> None:
+    store = MemoryStore(BLOCK)
+    engine = Engine(store, poison_token=77)
+    engine.answer("a", [1, *range(11)])
+    engine.keeper.save_idle(engine.core.num_steps)
+    settle(engine)
+    hashes = hash_prefix([1, *range(11)], 4)
+    assert store.find(hashes) == 2
+    # it shares two blocks with a request whose logits are not finite
+    engine.add("b", [1, *range(11), 77, 5, 5, 5, 5])
+    engine.run()
+    assert engine.ended["b"] == "error"
+    engine.answer("c", prompt(2))
+    settle(engine)
+    assert store.find(hashes) == 0
+
+
+def test_a_full_queue_leaves_blocks_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.engine.blocks.keeper._MOST_WAITING", 2 * BLOCK)
+    store = MemoryStore(BLOCK)
+    engine = Engine(store, num_blocks=12)
+    engine.answer("a", prompt(0))
+    engine.answer("b", prompt(1))
+    settle(engine)
+    assert store.counts.errors["busy"] > 0 and len(store.blocks) < 9
+    engine.answer("a again", prompt(0))
+
+
+def test_a_store_that_failed_is_left_alone() -> None:
+    store = MemoryStore(BLOCK)
+    store.counts.failure = "the disk is full"
+    engine = Engine(store, num_blocks=12)
+    for number in range(3):
+        engine.answer(f"a{number}", prompt(number))
+    engine.keeper.save_idle(engine.core.num_steps)
+    engine.core.close()
+    assert not store.blocks and not engine.keeper.stats().store_up
+
+
+def test_a_peer_gets_what_was_computed_and_not_what_was_only_planned() -> None:
+    engine = Engine()
+    engine.add("a", prompt(0), 20)
+    engine.step()
+    assert engine.core.num_planned > engine.core.num_steps
+    hashes, answers = hash_prefix(prompt(0), 4), list[bytes]()
+    engine.keeper.ask(Asked([*hashes, bytes(32)], answers.append))
+    engine.keeper.poll(engine.core.num_steps, engine.core.num_planned)
+    assert not answers and engine.keeper.is_busy, "a step under way may have computed it"
+    engine.run()
+    assert [len(each) for each in answers] == [8 * BLOCK]
+    assert engine.keeper.stats().sent_tokens == 32
+    engine.keeper.ask(Asked([bytes(32)], answers.append))
+    engine.keeper.poll(engine.core.num_steps, engine.core.num_planned)
+    assert answers[1] == b""
+
+
+def test_a_peer_gets_nothing_that_failed_meanwhile() -> None:
+    engine = Engine(poison_token=77)
+    engine.add("a", [*prompt(0), 77, 1, 1, 1])
+    engine.step()
+    answers = list[bytes]()
+    engine.keeper.ask(Asked(hash_prefix(prompt(0), 4), answers.append))
+    engine.run()
+    assert engine.ended["a"] == "error" and answers == [b""]
+
+
+def test_a_stream_moves_with_its_blocks() -> None:
+    first, second = Engine(), Engine()
+    connect(second, first)
+    first.add("a", prompt(0), 20)
+    while len(first.tokens["a"]) < 11:
+        first.step()
+    first.abort("a")
+    made = first.tokens["a"]
+    assert second.add("a", prompt(0), 20, behind=made, source=SOURCE)
+    second.answer("a2", prompt(0), 20)
+    second.run()
+    assert second.tokens["a"] == second.tokens["a2"]
+    whole = (33 + len(made) - 1) // 4
+    assert fetched(second) == {("peer", "hit"): 4 * whole}
+    assert second.cached["a"] == 4 * whole
+
+
+@pytest.mark.parametrize(
+    ("fault", "result", "came"),
+    [("lost", "error", 0), ("late", "late", 1), ("half", "gone", 1), ("evicted", "gone", 0)],
+)
+def test_what_does_not_come_is_computed(fault: str, result: str, came: int) -> None:
+    first, second = Engine(), Engine()
+    first.answer("a", prompt(0))
+    connect(second, first, [fault])
+    second.answer("a", prompt(0), source=SOURCE)
+    expected = {("peer", result): 32 - 4 * came}
+    assert fetched(second) == expected | ({("peer", "hit"): 4} if came else {})
+
+
+def test_another_fingerprint_or_no_key_asks_nobody() -> None:
+    engine = Engine()
+    assert not engine.add("a", prompt(0), source=SOURCE)
+    engine.run()
+    assert fetched(engine) == {}
+
+
+def test_disk_first_and_then_the_peer() -> None:
+    store = MemoryStore(BLOCK)
+    first, second = Engine(), Engine(store)
+    first.answer("a", prompt(0))
+    for block_hash in hash_prefix(prompt(0), 4)[:3]:
+        answers = list[bytes]()
+        first.keeper.ask(Asked([block_hash], answers.append))
+        first.run()
+        store.write([block_hash], answers[0])
+    connect(second, first)
+    second.answer("a", prompt(0), source=SOURCE)
+    assert fetched(second) == {("disk", "hit"): 12, ("peer", "hit"): 20}
+
+
+def test_a_broken_block_on_disk_ends_the_run_there() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    store.broken.add(hash_prefix(prompt(0), 4)[2])
+    second = Engine(store)
+    second.answer("a", prompt(0))
+    assert fetched(second) == {("disk", "hit"): 8, ("disk", "gone"): 24}
+
+
+def test_a_deadline_ends_the_wait_and_one_fetch_serves_all_who_share_it() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    executor = Inline(waits=True)
+    second = Engine(store, executor=executor)
+    assert second.add("a", prompt(0)) and second.add("b", [*prompt(0), 1, 2, 3, 4, 5])
+    assert not second.add("c", prompt(5)), "others are not held up"
+    assert len(executor.queue) == 1 and second.arrivals.request_ids == ("a", "b")
+    second.step()
+    assert len(second.arrivals) == 2 and second.tokens["c"]
+    second.abort("a")
+    assert second.ended["a"] == "abort" and len(second.arrivals) == 1
+    second.now = 0.6
+    second.run()
+    assert len(second.tokens["b"]) == 4 and fetched(second) == {("disk", "late"): 32}
+    # the thread comes to it later, and finds that nothing is wanted
+    executor.run()
+    assert store.counts.read_bytes == 0
+
+
+def test_a_request_that_all_have_left_stops_its_fetch() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    executor = Inline(waits=True)
+    second = Engine(store, executor=executor)
+    assert second.add("a", prompt(0))
+    second.abort("a")
+    executor.run()
+    assert store.counts.read_bytes == 0 and not second.arrivals
+    assert second.add("b", prompt(0))
+    second.arrivals.close()
+    assert not second.arrivals and not executor.queue
+
+
+def test_no_more_is_fetched_than_the_pool_has_room_for() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    second = Engine(store, num_blocks=12)
+    second.add("busy", prompt(1, 20), 8)
+    second.step()
+    second.answer("a", prompt(0))
+    assert fetched(second)["disk", "hit"] <= 28
+
+
+def test_what_computes_faster_is_not_fetched() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    assert not Engine(store, computing=1e-9).add("a", prompt(0))
+    link = Link()
+    assert link.is_worth(100, 1.0) and not link.is_worth(100, 0.02)
+    link.observe(10**9, 0.02, 1.0)
+    assert link.seconds(6 * 10**8) == pytest.approx(0.02 + 1.0)
+    for _ in range(5):
+        link.observe(0, 5.0, 5.0)
+    assert not link.is_worth(100, 1.0)
+    refusals = 0
+    while not link.is_worth(100, 1.0):
+        refusals += 1
+    assert 10 < refusals < 100, "a place that stood still is tried again"
