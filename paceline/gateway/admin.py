@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -23,10 +24,19 @@ from paceline.http.errors import HttpError
 from paceline.http.keys import KeyRing
 from paceline.routing import RetryBudget
 
-__all__ = ["AdminAnswer", "AdminRoutes", "GatewayState", "as_json"]
+__all__ = ["AdminAnswer", "AdminRoutes", "GatewayState", "as_json", "pool_in"]
 
 # status, content type, body
 AdminAnswer = tuple[int, str, bytes]
+
+
+_POOL: Final = re.compile(r"/admin/pools/([^/]{1,256})")
+
+
+def pool_in(path: str) -> str:
+    """Return the pool that a path names; "": it names none."""
+    match = _POOL.fullmatch(path)
+    return match[1] if match else ""
 
 
 class GatewayState(Protocol):
@@ -63,6 +73,7 @@ class AdminRoutes:
             "/health/live": lambda key: as_json(200, {"status": "ok"}),
             "/health/ready": self._health,
             "/ping": self._health,
+            "/admin/pools": lambda key: as_json(200, self._pools()),
             "/version": lambda key: as_json(200, {"version": __version__}),
         }
 
@@ -70,7 +81,35 @@ class AdminRoutes:
         """Return what answers a path, a function of the key's name; None if there is none."""
         if path.startswith("/v1/models/"):
             return lambda key: self._model(path, key)
+        name = pool_in(path)
+        if name in self._gateway.upstreams.pools:
+            return lambda key: as_json(200, self.pool(name))
         return self._handlers.get(path)
+
+    def pool(self, name: str) -> Mapping[str, Any]:
+        """Describe a pool as its gateway sees it, also in answer to ``PUT``."""
+        gateway = self._gateway
+        now, pool = gateway.now(), gateway.upstreams.pools[name]
+        epoch, version = pool.known or (None, None)
+        return {
+            "epoch": epoch,
+            "version": version,
+            "seconds_ago": None if pool.known is None else round(now - pool.told_at, 3),
+            "engines": {
+                upstream.name: {
+                    "url": upstream.config.url,
+                    # it was polled, has told its models, and is well
+                    "up": upstream.models is not None and not _trouble(upstream, now),
+                    "draining": upstream.draining,
+                    "requests": len(upstream.running),
+                    "trouble": _trouble(upstream, now),
+                }
+                for upstream in gateway.upstreams.all_of(name)
+            },
+        }
+
+    def _pools(self) -> Mapping[str, Any]:
+        return {"pools": {name: self.pool(name) for name in self._gateway.upstreams.pools}}
 
     def _models(self, key: str) -> AdminAnswer:
         return as_json(200, {"object": "list", "data": self._entries(key)})
@@ -128,8 +167,12 @@ class AdminRoutes:
     def _render_metrics(self, key: str) -> AdminAnswer:
         gateway = self._gateway
         gateway.metrics.spent(*gateway.spending.spent_today())
+        now = gateway.now()
+        for name, pool in gateway.upstreams.pools.items():
+            heard = pool.known is not None
+            gateway.metrics.pool_told(name, now - pool.told_at if heard else float("nan"))
         upstreams = gateway.upstreams.by_name.values()
-        text = gateway.metrics.render(upstreams, gateway.flow_control.num_waiting, gateway.now())
+        text = gateway.metrics.render(upstreams, gateway.flow_control.num_waiting, now)
         return 200, "text/plain; version=0.0.4; charset=utf-8", text.encode()
 
 

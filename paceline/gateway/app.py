@@ -20,7 +20,8 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from paceline.gateway.admin import AdminRoutes, as_json
+from paceline.errors import ConfigError
+from paceline.gateway.admin import AdminRoutes, as_json, pool_in
 from paceline.gateway.billing.admission import Admission, Admitted, tokens_of
 from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
@@ -41,6 +42,7 @@ from paceline.gateway.routing.picker import Picker
 from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.settings.engine_types import is_vectors
+from paceline.gateway.settings.engines import parse_members
 from paceline.gateway.settings.prices import Used
 from paceline.gateway.upstreams.dialects import anthropic_type
 from paceline.gateway.upstreams.registry import UpstreamRegistry
@@ -61,6 +63,8 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
+# body of a pool's ``PUT``
+_MAX_POOL_BYTES: Final = 1 << 20
 # paths whose requests count against rate limits
 _LIMITED: Final = RELAYED | COUNTING
 # settings of objects that are built once, at start
@@ -86,8 +90,8 @@ class Gateway:
         self.config = config
         self.now = now
         self.keys = keys
-        self.upstreams = UpstreamRegistry(config, now, lambda: self.flow_control.pump())
-        self.routes = Routes(config, self.upstreams.by_name)
+        self.upstreams = UpstreamRegistry(config, now, self._tick)
+        self.routes = Routes(config, self.upstreams.by_name, self.upstreams.pools)
         self.slow_readers = SlowReaders()
         self.metrics = GatewayMetrics()
         self.draining = False
@@ -155,6 +159,10 @@ class Gateway:
             )
             await _send(incoming.send, *_error(incoming.path, reply), retry_after=reply.retry_after)
 
+    def _tick(self) -> None:
+        self.routes.refresh()
+        self.flow_control.pump()
+
     def _common_headers(self) -> Headers:
         return [(b"connection", b"close")] if self.draining else []
 
@@ -162,9 +170,17 @@ class Gateway:
         """Answer a request that is not relayed."""
         path, method, send = incoming.path, incoming.method, incoming.send
         handler = self._admin.find(path)
+        if name := pool_in(path):
+            if name not in self.upstreams.pools:
+                known = ", ".join(self.upstreams.pools) or "none"
+                raise HttpError(404, f"there is no pool {name[:80]!r}; there are: {known}")
+            if method == "PUT":
+                await _send(send, *await self._set_pool(name, incoming))
+                return
         if handler is not None:
             if method not in ("GET", "HEAD"):
-                raise HttpError(405, f"{path} takes GET, not {method}")
+                takes = "GET and PUT" if pool_in(path) else "GET"
+                raise HttpError(405, f"{path} takes {takes}, not {method}")
             await _send(send, *handler(incoming.tenant))
             return
         if path in COUNTING:
@@ -343,7 +359,7 @@ class Gateway:
             else:
                 told.append(f"{name} {old} -> {new}")
         self.config, self.keys = config, keys
-        self.routes = Routes(config, self.upstreams.by_name)
+        self.routes = Routes(config, self.upstreams.by_name, self.upstreams.pools)
         self.policy, self._cascades = policy, cascades
         self.flow_control.change(config)
         self._picker.change(config.slow_factor)
@@ -386,6 +402,22 @@ class Gateway:
             longest_prompt=longest,
             least_prompt=least_tokens(path, body.fields) if is_long else 0.0,
         )
+
+    async def _set_pool(self, name: str, incoming: IncomingRequest) -> tuple[int, str, bytes]:
+        """Take in what a pool's controller says; answer with what is known of its engines."""
+        data = await incoming.read_json(_MAX_POOL_BYTES)
+        try:
+            told = parse_members(data, self.upstreams.pools[name].config)
+        except ConfigError as error:
+            raise HttpError(400, str(error)) from None
+        if self.upstreams.set_pool(name, told):
+            self.routes.refresh()
+            _log.info(
+                "pool_told pool=%s epoch=%d version=%d engines=%d draining=%d",
+                name, told.epoch, told.version, len(told.engines), len(told.draining),
+            )  # fmt: skip
+            self.flow_control.pump()
+        return as_json(200, self._admin.pool(name))
 
     def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:
         upstream = self.upstreams.by_name.get(name)

@@ -16,6 +16,7 @@ from paceline.http.bounds import check_json_depth
 
 __all__ = [
     "BYTE_ORDER_MARK",
+    "FLEET_HEADER",
     "check_array",
     "check_boolean",
     "check_integer",
@@ -34,6 +35,8 @@ __all__ = [
 _MAX_DEPTH: Final = 64
 _SHOWN: Final = 64
 # written by some editors and libraries before UTF-8; parsers may ignore it (RFC 8259, 8.1)
+# header of requests to a server that is part of a fleet: polls of gateways, looks of its host
+FLEET_HEADER: Final = b"x-paceline-fleet"
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 # the largest 32-bit integer
 _WIDE: Final = 2**31 - 1

@@ -11,8 +11,9 @@ Pure: times are arguments, in seconds of a monotonic clock.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Final
 
@@ -101,15 +102,21 @@ def slow_ones(paces: Mapping[str, Pace], most: float, now: float) -> list[str]:
     if not most or len(paces) < 2:
         return []
     factors = {name: pace.factor for name, pace in paces.items()}
+    known = sorted(factor for factor in factors.values() if factor is not None)
     for name, pace in paces.items():
         factor = factors[name]
-        others = [f for other, f in factors.items() if other != name and f is not None]
-        if factor is not None and others:
-            factor /= max(1.0, median(others))
-        pace.judge(factor if others else None, most, now)
+        if factor is not None and len(known) > 1:
+            pace.judge(factor / max(1.0, _median_of_others(known, factor)), most, now)
     slow = [name for name, pace in paces.items() if pace.slow_since is not None]
     slow.sort(key=lambda name: -(factors[name] or 0.0))
     return slow[: len(paces) // 2]
+
+
+def _median_of_others(known: Sequence[float], factor: float) -> float:
+    """Return the median of sorted values without one ``factor`` of them."""
+    left_out, count = bisect_left(known, factor), len(known) - 1
+    low, high = (k + (k >= left_out) for k in ((count - 1) // 2, count // 2))
+    return 0.5 * (known[low] + known[high])
 
 
 class SlowStart:

@@ -50,21 +50,22 @@ class PrefixIndex:
 
     def __init__(self, memory: int = 100_000) -> None:
         self._memory = memory
-        self._seen: OrderedDict[int, None] = OrderedDict()
+        # for reading: a choice among many engines looks at each one's
+        self.runs: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self.runs)
 
     def matched(self, chain: Sequence[int]) -> int:
         """Return how many runs of ``chain``, from the first on, it has seen."""
-        seen = self._seen
+        seen = self.runs
         for count, run in enumerate(chain):
             if run not in seen:
                 return count
         return len(chain)
 
     def add(self, chain: Sequence[int]) -> None:
-        seen = self._seen
+        seen = self.runs
         # longest first, so that a partly forgotten prompt keeps its beginning
         for run in reversed(chain):
             seen[run] = None
@@ -74,4 +75,4 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget all runs, as the engine has restarted."""
-        self._seen.clear()
+        self.runs.clear()

@@ -154,6 +154,11 @@ def _source(config: GatewayConfig, model: ModelConfig) -> Source:
     from paceline.gateway.settings.config import Target
 
     target = Target.parse(model.tiers[0][0])
+    if target.pool:
+        raise ConfigError(
+            f"model {model.name} is served by the pool {target.pool}, whose engines only a running "
+            "gateway knows: name the gateway as an engine"
+        )
     engine = next(each for each in config.engines if each.name == target.engine)
     if engine.kind in ("azure", "anthropic"):
         raise ConfigError(

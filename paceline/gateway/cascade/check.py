@@ -31,7 +31,7 @@ def cascade_lacks(config: GatewayConfig) -> list[str]:
             f"model {model.name}: engine {name} of {cascade.small} returns no logprobs, as its "
             "kind anthropic has none: the prompt alone is scored"
             for name in first
-            if kinds[name] == "anthropic"
+            if kinds.get(name) == "anthropic"
         ]
         if not judge.asks_logprobs:
             found.append(

@@ -33,6 +33,10 @@ class GatewayMetrics:
             "attempt_failures", "Attempts that an engine refused or lost.", "kind"
         )
         self._resumed = self._counter("resumed", "Streams resumed at this engine.")
+        self._moved = self._counter(
+            "moved",
+            "Requests that left this engine for another one because its pool's controller asked.",
+        )
         self._fallbacks = self._counter("fallbacks", "Requests sent to a later tier.")
         self._first = self._times(
             "time_to_first_token_seconds",
@@ -119,6 +123,12 @@ class GatewayMetrics:
             "Spending that a cascade has saved: what the large model would have cost for the small "
             "one's answers, without what the small one cost, in the configuration's currency.",
         )
+        self._pool_age = self.registry.numbers(
+            "gauge",
+            f"{_PREFIX}pool_age_seconds",
+            "Seconds since the pool's controller was last heard; NaN: not heard yet.",
+            "pool",
+        )
         self._spend = self.registry.numbers(
             "gauge",
             f"{_PREFIX}spend_today",
@@ -151,6 +161,13 @@ class GatewayMetrics:
 
     def failed(self, endpoint: Endpoint, kind: str) -> None:
         self._failures.at(endpoint.upstream.name, kind).value += 1
+
+    def moved(self, endpoint: Endpoint) -> None:
+        self._moved.at(endpoint.upstream.name).value += 1
+
+    def pool_told(self, pool: str, age: float) -> None:
+        """Set the seconds since a pool's controller was heard."""
+        self._pool_age.at(pool).value = age
 
     def hedged(self, endpoint: Endpoint, result: str) -> None:
         self._hedges.at(endpoint.upstream.name, result).value += 1

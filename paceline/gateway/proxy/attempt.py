@@ -58,6 +58,10 @@ class AttemptOwner(Protocol):
         """Whether the attempt may leave an engine that gives no sign of life."""
         ...
 
+    def may_move(self, attempt: Attempt) -> bool:
+        """Whether another engine can go on with the request, token for token."""
+        ...
+
     def again(
         self, attempt: Attempt, left_out: frozenset[str]
     ) -> tuple[bytes, frozenset[str]] | None:
@@ -70,7 +74,8 @@ class AttemptOwner(Protocol):
 class Verdict:
     """Outcome of an attempt."""
 
-    kind: Literal["done", "refused", "lost"]
+    # "moved": the engine is well, and another one goes on
+    kind: Literal["done", "refused", "lost", "moved"]
     why: str = ""
 
 
@@ -420,6 +425,16 @@ class Attempt:
         self.give_up(why)
         return True
 
+    def move_on(self, why: str) -> bool:
+        """Leave the engine if another one can go on; see ``Running``."""
+        if self.verdict is not None or not self._owner.may_move(self):
+            return False
+        if not self._is_said():
+            self._end(Verdict("moved", why))
+        elif self.connection is not None:
+            self.connection.drop()
+        return True
+
     # ---------------------------------------------------------------- ends
 
     def give_up(self, why: str) -> None:
@@ -456,7 +471,7 @@ class Attempt:
         self._dispatch.end(now, made)
         self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)
         self._count(verdict, now)
-        if self.connection is not None and (verdict is None or verdict.kind == "lost"):
+        if self.connection is not None and (verdict is None or verdict.kind in ("lost", "moved")):
             self.connection.drop()
         self._context.wake.set()
 
@@ -483,7 +498,9 @@ class Attempt:
 
     def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
         """Return what the attempt's end says about the model."""
-        if verdict is None or (verdict.kind == "lost" and self._is_of_engine):
+        if verdict is None or verdict.kind == "moved":
+            return "unknown"
+        if verdict.kind == "lost" and self._is_of_engine:
             return "unknown"
         if verdict.kind != "refused":
             return "ok" if verdict.kind == "done" else "failed"

@@ -40,6 +40,10 @@ class Placement:
     # requests sent, and continuations of a stream among them
     num: int = 0
     num_resumes: int = 0
+    # attempts that left an engine which was well; they count against no bound
+    num_moves: int = 0
+    # the stream goes on behind what another engine has sent
+    is_resumed: bool = False
     _tried: set[str | tuple[str, str]] = field(default_factory=set)
     # an attempt was lost
     _has_lost: bool = False
@@ -57,6 +61,11 @@ class Placement:
     def note_sent(self) -> None:
         """Count an attempt."""
         self.num += 1
+
+    def note_moved(self, *, begun: bool) -> None:
+        """Note that an attempt left its engine; ``begun``: after a part of the stream."""
+        self.num_moves += 1
+        self.is_resumed = self.is_resumed or begun
 
     def note_failure(self, endpoint: Endpoint, *, lost: bool) -> None:
         """Send no further attempt there. A refusal concerns one of the engine's models, a loss
@@ -177,6 +186,10 @@ class Placement:
     # ---------------------------------------------------------------- whether there may be one
 
     @property
+    def _num_counted(self) -> int:
+        return self.num - self.num_moves
+
+    @property
     def _goes_on(self) -> bool:
         return self.relay is not None and self.relay.emitted
 
@@ -211,7 +224,7 @@ class Placement:
         tried = self._tried if tried is None else tried
         return (
             self.context.allowed.retry
-            and self.num < self.context.config.max_attempts
+            and self._num_counted < self.context.config.max_attempts
             and self._can_pick(now, tried, self._is_long_enough, fallback=self._may_fall_back)
             and (free or self._pays(now, peek=peek))
         )
@@ -221,7 +234,7 @@ class Placement:
         ``peek``."""
         return (
             self.context.allowed.hedge
-            and self.num < self.context.config.max_attempts
+            and self._num_counted < self.context.config.max_attempts
             and not self._goes_on
             and self._pays(now, peek=peek)
         )
@@ -233,7 +246,7 @@ class Placement:
             relay is None
             or not self.context.allowed.resume
             or self.num_resumes >= config.max_resumes
-            or self.num >= config.max_attempts
+            or self._num_counted >= config.max_attempts
             or (relay.resume_ids() is None and relay.partial_text() is None)
             or not self._can_pick(
                 now, self._tried, lambda each: self.can_resume(each, last), fallback=True
@@ -242,7 +255,24 @@ class Placement:
         ):
             return False
         self.num_resumes += 1
+        self.is_resumed = True
         return True
+
+    def may_move(self, now: float, endpoint: Endpoint) -> bool:
+        """Whether a request may leave ``endpoint``, whose engine is well, for another one. A stream
+        that has begun leaves for an engine that resumes it exactly."""
+        elsewhere: Tried = {*self._tried, endpoint.upstream.name}
+        if not self._goes_on:
+            return self.context.allowed.retry and self._can_pick(
+                now, elsewhere, self._is_long_enough, fallback=self._may_fall_back
+            )
+
+        def goes_on_at(other: Endpoint) -> bool:
+            return self.can_resume(other, endpoint) and self.resumes_exactly(other)
+
+        return self.context.allowed.resume and self._can_pick(
+            now, elsewhere, goes_on_at, fallback=True
+        )
 
     def may_go_to_a_longer(self, now: float, endpoint: Endpoint) -> bool:
         """Whether an endpoint has a longer context than ``endpoint``'s, which was too short.

@@ -133,7 +133,7 @@ class ProxiedRequest:
         self, attempt: Attempt, left_out: frozenset[str]
     ) -> tuple[bytes, frozenset[str]] | None:
         """Return the request without fields that the engine refused; see ``AttemptOwner``."""
-        resumed = bool(self._placement.num_resumes)
+        resumed = self._placement.is_resumed
         names = self._upstream_request.refused(
             attempt.endpoint, attempt.status, bytes(attempt.body), resumed=resumed
         )
@@ -147,7 +147,7 @@ class ProxiedRequest:
     def first_token(self, now: float) -> None:
         if self._hedge is not None:
             self._hedge.first_spoke()
-        if not self._placement.num_resumes:
+        if not self._placement.is_resumed:
             context = self.context
             context.metrics.first_token(self._attempt.endpoint, now - context.arrived)
 
@@ -168,6 +168,12 @@ class ProxiedRequest:
         begun = self.relay is not None and self.relay.emitted
         spare = self._hedge is not None and attempt is self._hedge.spare
         return begun or spare or self._placement.may_leave(self.context.now(), attempt.endpoint)
+
+    def may_move(self, attempt: Attempt) -> bool:
+        # a hedge is only dropped, and no third engine is asked
+        return attempt is self._response.attempt and self._placement.may_move(
+            self.context.now(), attempt.endpoint
+        )
 
     def tick(self, now: float) -> None:
         self._response.tick(now, self.context.config.sse_keep_alive)
@@ -248,6 +254,13 @@ class ProxiedRequest:
                     context.watch(last.upstream, bytes(attempt.body), True)
                 await response.finish(attempt)
                 return
+            if verdict.kind == "moved":
+                begun = self.relay is not None and self.relay.emitted
+                placement.note_moved(begun=begun)
+                context.metrics.moved(last)
+                if begun:
+                    self._usage_split.resumes_after(last)
+                continue
             self._note_failure(attempt)
             if verdict.kind == "refused" and not self._may_pass_on(attempt):
                 await response.refuse(attempt)
@@ -264,7 +277,7 @@ class ProxiedRequest:
 
     async def _try_one(self, pick: Pick, dispatch: Dispatch) -> Attempt:
         context, placement, endpoint = self.context, self._placement, pick.endpoint
-        resumed = bool(placement.num_resumes)
+        resumed = placement.is_resumed
         try:
             request = self._upstream_request.encode(endpoint, resumed=resumed)
             attempt = Attempt(self, endpoint, dispatch)

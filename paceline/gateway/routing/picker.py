@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -19,6 +19,13 @@ __all__ = ["AllCoolingDownError", "Pick", "Picker", "Tried"]
 _PROBABLE: Final = 1.5
 # seconds without a request after which an engine gets one, so that its estimates stay current
 _FORGOTTEN: Final = 15.0
+# interval at which the engines of a tier are compared, s
+_JUDGE_SECONDS: Final = 0.1
+# endpoints of a tier above which a choice is among some of them: those with the longest prefixes of
+# the prompt, and others at random, together so many
+_MANY: Final = 32
+_CANDIDATES: Final = 16
+_WITH_PREFIX: Final = 4
 _Only = Callable[[Endpoint], bool]
 # engines, or (engine, model) pairs, where a request was tried
 Tried = Collection[str | tuple[str, str]]
@@ -50,6 +57,8 @@ class Picker:
     def __init__(self, draw: random.Random, slow_factor: float = 0.0) -> None:
         self._draw = draw
         self._slow_factor = slow_factor
+        # (model, tier) -> when its engines were last compared, and the slow ones
+        self._slow: dict[tuple[str, int], tuple[float, frozenset[str]]] = {}
 
     def change(self, slow_factor: float) -> None:
         """Apply another ``slow_factor``."""
@@ -82,14 +91,16 @@ class Picker:
         pressed: Pick | None = None
         doubtful: list[Endpoint] = []
         tiers = route.usable_tiers(fallback=fallback)
+        slow: frozenset[str] = frozenset()
         for tier in tiers:
+            slow |= self._slow_of(route, tier, now)
             endpoints = self._fit(tier, route.path, demand, now, tried, only, reasons)
             roomy = [endpoint for endpoint in endpoints if not _probably_too_long(endpoint, demand)]
             if not roomy:
                 # probably too long everywhere: the engine itself counts the tokens
                 doubtful = doubtful or endpoints
                 continue
-            pick = self._choose(roomy, demand, now)
+            pick = self._choose(roomy, demand, now, slow)
             if pick.view.pressed and route.pressure_fallback and tier is not tiers[-1]:
                 pressed = pressed or pick
                 reasons[pick.endpoint.upstream.name] = "short of memory"
@@ -98,7 +109,7 @@ class Picker:
         if pressed is not None:
             return pressed
         if doubtful:
-            return self._choose(doubtful, demand, now)
+            return self._choose(doubtful, demand, now, slow)
         # breakers count past failures: an engine that answers is better than none
         last = [
             endpoint
@@ -114,7 +125,7 @@ class Picker:
         ready = [endpoint for endpoint in last if not endpoint.cooldown_left(now)]
         if ready:
             sure = [endpoint for endpoint in ready if not endpoint.upstream.trouble]
-            return self._choose(sure or ready, demand, now)
+            return self._choose(sure or ready, demand, now, slow)
         if last:
             seconds = min(endpoint.cooldown_left(now) for endpoint in last)
             raise AllCoolingDownError(
@@ -167,8 +178,9 @@ class Picker:
         only: _Only | None,
         reasons: dict[str, str],
     ) -> list[Endpoint]:
-        fit = []
-        for endpoint in tier:
+        fit: list[Endpoint] = []
+        many = len(tier) > _MANY
+        for endpoint in self._candidates(tier, demand) if many else tier:
             why = (
                 "tried"
                 if tried and _was_tried(endpoint, tried)
@@ -184,17 +196,49 @@ class Picker:
                 reasons[endpoint.upstream.name] = why
             else:
                 fit.append(endpoint)
+                if many and len(fit) == _CANDIDATES:
+                    break
         return fit
 
-    def _choose(self, endpoints: Sequence[Endpoint], demand: Demand, now: float) -> Pick:
+    def _candidates(self, tier: Sequence[Endpoint], demand: Demand) -> Iterator[Endpoint]:
+        """Yield a tier's endpoints, each once: a few that have the longest prefix of the prompt,
+        then all others in an order that differs from choice to choice."""
+        count, chain = len(tier), demand.prefix
+        best: Sequence[int] = ()
+        if chain:
+            first = chain[0]
+            have = [i for i, each in enumerate(tier) if first in each.upstream.load.prefixes.runs]
+            if len(have) > _MANY:
+                # a common beginning, such as a system prompt
+                have = self._draw.sample(have, _MANY)
+            length = {i: tier[i].upstream.load.prefixes.matched(chain) for i in have}
+            best = sorted(have, key=length.__getitem__, reverse=True)[:_WITH_PREFIX]
+        yield from (tier[i] for i in best)
+        # a step that has no factor in common with the count visits every place
+        at, step = self._draw.randrange(count), self._draw.randrange(1, count)
+        while math.gcd(step, count) > 1:
+            step = self._draw.randrange(1, count)
+        for _ in range(count):
+            if at not in best:
+                yield tier[at]
+            at = (at + step) % count
+
+    def _slow_of(self, route: Route, tier: Sequence[Endpoint], now: float) -> frozenset[str]:
+        """Return a tier's slow engines, compared once in ``_JUDGE_SECONDS``."""
+        key = route.model, tier[0].tier
+        judged_at, slow = self._slow.get(key, (-math.inf, frozenset()))
+        if not 0.0 <= now - judged_at < _JUDGE_SECONDS:
+            paces = {each.upstream.name: each.upstream.load.pace for each in tier}
+            slow = frozenset(slow_ones(paces, self._slow_factor, now))
+            self._slow[key] = now, slow
+        return slow
+
+    def _choose(
+        self, endpoints: Sequence[Endpoint], demand: Demand, now: float, slow: Collection[str]
+    ) -> Pick:
         if len(endpoints) == 1:
             load = endpoints[0].upstream.load
             return Pick(endpoints[0], load.view(demand, now))
-        slow = slow_ones(
-            {endpoint.upstream.name: endpoint.upstream.load.pace for endpoint in endpoints},
-            self._slow_factor,
-            now,
-        )
         views = [
             endpoint.upstream.load.view(
                 demand,

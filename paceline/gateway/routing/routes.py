@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -16,6 +17,9 @@ from paceline.gateway.upstreams.upstream import Upstream, UpstreamModel
 from paceline.http.errors import HttpError
 
 __all__ = ["Endpoint", "Route", "Routes"]
+
+# endpoints above which a route is kept until the next ``refresh``
+_MANY: Final = 32
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -79,6 +83,8 @@ class Route(msgspec.Struct, frozen=True):
     local_only: bool = False
     # path of the request
     path: str = ""
+    # where there are many engines, one of each kind; they serve the same paths
+    one_of_each: Sequence[Upstream] = ()
 
     @property
     def shown(self) -> str:
@@ -91,9 +97,9 @@ class Route(msgspec.Struct, frozen=True):
         Raises HttpError 400 if none is left.
         """
         reasons: dict[str, str] = {}
-        for tier in self.tiers:
-            for endpoint in tier:
-                upstream = endpoint.upstream
+        some = self.one_of_each
+        if not some or any(each.dialect.cannot(path, body) or _lacks(each, path) for each in some):
+            for upstream in (endpoint.upstream for tier in self.tiers for endpoint in tier):
                 if why := upstream.dialect.cannot(path, body) or _lacks(upstream, path):
                     reasons[upstream.name] = why
         tiers = self.tiers
@@ -113,7 +119,7 @@ class Route(msgspec.Struct, frozen=True):
                 longer = None
         return Route(
             self.model, tiers, self.fallback, self.pressure_fallback, longer, self.asked,
-            self.local_only, path,
+            self.local_only, path, () if reasons else self.one_of_each,
         )  # fmt: skip
 
     def usable_tiers(self, *, fallback: bool) -> Sequence[Sequence[Endpoint]]:
@@ -129,11 +135,29 @@ def _lacks(upstream: Upstream, path: str) -> str:
     return f"{upstream.kind} has no {path}"
 
 
-class Routes:
-    """Routes of a configuration, over engines whose models come and go."""
+class Pool(Protocol):
+    """Engines that are named while the gateway runs."""
 
-    def __init__(self, config: GatewayConfig, upstreams: Mapping[str, Upstream]) -> None:
+    @property
+    def members(self) -> Mapping[str, object]:
+        """Engines by name."""
+        ...
+
+
+class Routes:
+    """Routes of a configuration, over engines whose models come and go.
+
+    Args:
+        pools: engines by name of each pool; they change while the gateway runs.
+    """
+
+    def __init__(
+        self, config: GatewayConfig, upstreams: Mapping[str, Upstream], pools: Mapping[str, Pool]
+    ) -> None:
         self._upstreams = upstreams
+        self._pools = pools
+        # routes with many endpoints, by name and whether no cloud is allowed; see ``refresh``
+        self._kept: dict[tuple[str, bool], Route] = {}
         self._are_named = bool(config.models)
         by_name = {model.name: model for model in config.models}
         self._targets = {
@@ -144,6 +168,22 @@ class Routes:
         # models whose name has a ``*``, and all others
         self._aliased = {name: by_name.pop(name) for name in self._aliases.names}
         self._models = by_name
+
+    def refresh(self) -> None:
+        """Have routes made again, as engines or their models may have changed: those with many
+        endpoints are kept in between."""
+        self._kept.clear()
+
+    def _keep(self, name: str, route: Route) -> Route:
+        if sum(map(len, route.tiers)) > _MANY:
+            kinds = {
+                (each.upstream.dialect, each.upstream.kind, each.upstream.facts.vectors): each
+                for tier in route.tiers
+                for each in tier
+            }
+            route = replace(route, one_of_each=[each.upstream for each in kinds.values()])
+            self._kept[name, route.local_only] = route
+        return route
 
     def find(
         self, name: str, prompt_tokens: float, *, path: str = "", local_only: bool = False
@@ -172,14 +212,18 @@ class Routes:
         if (found := self._aliases.find(name)) is not None:
             alias, stem = found
             return self._configured(self._aliased[alias], local_only, name, stem)
+        if not self._are_named and (kept := self._kept.get((name, local_only))) is not None:
+            return replace(kept, path=path)
         endpoints = None if self._are_named else self._served(name, local_only)
+        if endpoints is None and self._pools and not self.entries():
+            raise HttpError(503, "no engine of a pool has answered yet", retry_after=1.0)
         if endpoints is None:
             served = ", ".join(self.names()[:20]) or "none, as no engine has answered yet"
             raise UnknownModelError(
                 f"The model {name[:200]!r} does not exist here; served: {served}"
             )
         tiers = (endpoints,) if endpoints else ()
-        return Route(name, tiers, local_only=local_only, path=path)
+        return self._keep(name, Route(name, tiers, local_only=local_only, path=path))
 
     def names(self) -> list[str]:
         """Return the names that callers may request: configured ones, else the engines'."""
@@ -213,20 +257,30 @@ class Routes:
         ``asked``, ``stem``: the requested name and what its ``*`` stands for."""
         name = asked or config.name
         local_only = local_only or config.local_only
+        if (kept := self._kept.get((name, local_only))) is not None:
+            return kept
         tiers = []
         for number, targets in enumerate(self._targets[config.name]):
             tier = []
-            for target in targets:
-                upstream = self._upstreams[target.engine]
+            for target, upstream in self._engines(targets):
                 if local_only and upstream.config.cloud:
                     continue
                 model = fill(target.model, stem) or self._own_name(upstream, name)
                 tier.append(Endpoint(upstream, model, number))
             if tier:
                 tiers.append(tier)
-        return Route(
+        route = Route(
             config.name, tiers, config.fallback, config.pressure_fallback, None, asked, local_only
         )
+        return self._keep(name, route)
+
+    def _engines(self, targets: Sequence[Target]) -> Iterator[tuple[Target, Upstream]]:
+        for target in targets:
+            if not target.pool:
+                yield target, self._upstreams[target.engine]
+            elif (pool := self._pools.get(target.pool)) is not None:
+                for name in pool.members:
+                    yield target, self._upstreams[name]
 
     def _own_name(self, upstream: Upstream, name: str) -> str:
         """Return the model's name at a target without one: the same, or its only model."""

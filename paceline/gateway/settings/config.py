@@ -14,6 +14,7 @@
 
 A tier holds engines, each with the model's name there if it differs. Requests go to the first tier;
 they go to the next one if no engine of the tier can take them and ``fallback`` is true.
+``@NAME`` stands for all engines of a pool, which ``PUT /admin/pools/NAME`` names while it runs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Final, Literal
-from urllib.parse import urlsplit
+from typing import Final
 
 import msgspec
 
@@ -30,8 +30,17 @@ from paceline.core.policies import POLICIES
 from paceline.errors import ConfigError
 from paceline.gateway.settings.aliases import Aliases, is_alias
 from paceline.gateway.settings.cascade import CascadeConfig, check_cascade
+from paceline.gateway.settings.engines import (
+    NAME,
+    EngineConfig,
+    EngineKind,
+    PoolConfig,
+    Secret,
+    SecretBytes,
+    check_engine,
+)
 from paceline.gateway.settings.prices import Budget, Price, Prices, parse_amount
-from paceline.http.fields import BYTE_ORDER_MARK, show_url
+from paceline.http.fields import BYTE_ORDER_MARK
 from paceline.http.otlp import check_endpoint
 from paceline.http.rate_limits.rates import KeyLimits, Rate
 from paceline.http.rate_limits.store import check_storage_url
@@ -42,62 +51,20 @@ __all__ = [
     "EngineKind",
     "GatewayConfig",
     "ModelConfig",
+    "PoolConfig",
     "Secret",
+    "SecretBytes",
     "Target",
     "check_config",
     "key_limits",
     "parse_config",
+    "pools_of",
     "read_config",
 ]
 
-EngineKind = Literal[
-    "auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai", "azure", "anthropic"
-]
-
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # what msgspec says of a key that the file may not have
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MAX_CONFIG_BYTES: Final = 1 << 20
-# addresses at which clouds hand out a machine's credentials
-_METADATA_HOSTS: Final = frozenset(
-    {"169.254.169.254", "169.254.170.2", "fd00:ec2::254", "metadata.google.internal"}
-)
-
-
-class Secret(str):
-    """Key that no repr, log line or error shows."""
-
-    def __repr__(self) -> str:
-        return "'***'"
-
-
-class SecretBytes(bytes):
-    """Bytes that contain a key, hidden in the same way."""
-
-    def __repr__(self) -> str:
-        return "b'***'"
-
-
-class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One server that runs models."""
-
-    name: str
-    # http or https, with the path before /v1 if there is one
-    url: str
-    kind: EngineKind = "auto"
-    # environment variable that holds its key
-    api_key_env: str = ""
-    # version of Azure's API, such as 2024-10-21
-    api_version: str = ""
-    # its models, if it cannot list them (Azure's deployments); empty: it is asked
-    models: tuple[str, ...] = ()
-    # whether it runs off premises: a model with ``local_only`` is never sent there
-    cloud: bool = False
-    # concurrent requests at most; 0: unlimited
-    max_concurrent: int = 0
-    # how its capabilities are found out: "ask" reads what it advertises, "try" also sends one-token
-    # requests, "off" does neither
-    probe: Literal["ask", "try", "off"] = "ask"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,7 +72,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     # one ``*`` in it stands for any text: see ``aliases``
     name: str
-    # in order of preference; "engine" or "engine:model"
+    # in order of preference; "engine" or "engine:model", or "@pool" for all engines of a pool
     tiers: tuple[tuple[str, ...], ...]
     # whether later tiers, smaller or quantised models, may serve what earlier ones cannot
     fallback: bool = True
@@ -156,7 +123,9 @@ class KeyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file. Times in seconds."""
 
-    engines: tuple[EngineConfig, ...]
+    engines: tuple[EngineConfig, ...] = ()
+    # pools that no tier names, or whose engines need a key
+    pools: tuple[PoolConfig, ...] = ()
     models: tuple[ModelConfig, ...] = ()
     prices: tuple[PriceConfig, ...] = ()
     keys: tuple[KeyConfig, ...] = ()
@@ -227,7 +196,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Engine, and a model's name there; "": the requested name."""
+    """Engine or ``@pool``, and a model's name there; "": the requested name."""
 
     engine: str
     model: str = ""
@@ -236,6 +205,18 @@ class Target(msgspec.Struct, frozen=True):
     def parse(cls, text: str) -> Target:
         engine, _, model = text.partition(":")
         return cls(engine, model)
+
+    @property
+    def pool(self) -> str:
+        """Name of the pool; "": it is an engine."""
+        return self.engine[1:] if self.engine.startswith("@") else ""
+
+
+def pools_of(config: GatewayConfig) -> dict[str, PoolConfig]:
+    """Return the pools by name, also those that only a tier names."""
+    named = (Target.parse(t).pool for model in config.models for tier in model.tiers for t in tier)
+    found = {name: PoolConfig(name=name) for name in named if name}
+    return found | {pool.name: pool for pool in config.pools}
 
 
 def read_config(path: Path) -> GatewayConfig:
@@ -270,11 +251,24 @@ def parse_config(data: bytes, where: str = "the configuration") -> GatewayConfig
 def check_config(config: GatewayConfig) -> None:
     """Check values and references. Raises ConfigError."""
     names = [engine.name for engine in config.engines]
-    if not names:
-        raise ConfigError("no [[engines]]: a gateway needs at least one")
+    pools = pools_of(config)
+    if not names and not pools:
+        raise ConfigError("no [[engines]] and no [[pools]]: a gateway needs at least one")
     for engine in config.engines:
-        _check_engine(engine)
-    for kind, found in (("engines", names), ("models", [m.name for m in config.models])):
+        check_engine(engine)
+    for name, pool in pools.items():
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"a pool's name has 1 to 64 letters, digits and _.-, got {name[:80]!r}"
+            )
+        if pool.api_key_env and not os.environ.get(pool.api_key_env):
+            raise ConfigError(
+                f"pool {name}: the environment variable {pool.api_key_env} is not set"
+            )
+    for kind, found in (
+        ("engines", names), ("models", [m.name for m in config.models]),
+        ("pools", [p.name for p in config.pools]),
+    ):  # fmt: skip
         twice = sorted({name for name in found if found.count(name) > 1})
         if twice:
             raise ConfigError(f"two {kind} are named {twice[0]!r}")
@@ -420,61 +414,16 @@ def check_spending(config: GatewayConfig) -> None:
         return
     targets = [
         Target.parse(text) for model in config.models for tier in model.tiers for text in tier
-    ] or [Target(engine.name) for engine in config.engines]
+    ] or [
+        Target(n)
+        for n in (*(e.name for e in config.engines), *("@" + p.name for p in config.pools))
+    ]
     for target in targets:
         if prices.find(target.engine, target.model) is None:
             raise ConfigError(
                 "budgets need a price of "
                 f"{target.engine}{':' if target.model else ''}{target.model}: give 0 if it is free"
             )
-
-
-def _check_engine(engine: EngineConfig) -> None:
-    if not _NAME.fullmatch(engine.name):
-        raise ConfigError(
-            f"an engine's name has 1 to 64 letters, digits and _.-, got {engine.name[:80]!r}"
-        )
-    try:
-        parts = urlsplit(engine.url)
-        port = parts.port
-    except ValueError:
-        # do not repeat the bad part: it may be a piece of a password
-        raise ConfigError(
-            f"engine {engine.name}: url {show_url(engine.url)} has no valid host or port"
-        ) from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ConfigError(
-            f"engine {engine.name}: url must be http://HOST[:PORT] or https://..., got "
-            f"{show_url(engine.url)}"
-        )
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        # a password can appear without a user name
-        raise ConfigError(
-            f"engine {engine.name}: url may not hold a user, a password, a query or a fragment; a "
-            "key comes from the environment variable that api_key_env names"
-        )
-    if parts.hostname.lower() in _METADATA_HOSTS:
-        raise ConfigError(f"engine {engine.name}: {parts.hostname} hands out credentials in clouds")
-    if engine.api_key_env and not os.environ.get(engine.api_key_env):
-        raise ConfigError(
-            f"engine {engine.name}: the environment variable {engine.api_key_env} is not set"
-        )
-    if (engine.kind == "azure") != bool(engine.api_version):
-        raise ConfigError(
-            f"engine {engine.name}: kind azure needs an api_version such as 2024-10-21, other "
-            f"kinds have none; got kind {engine.kind} and {engine.api_version[:40]!r}"
-        )
-    if not all(engine.models) or len(set(engine.models)) < len(engine.models):
-        raise ConfigError(f"engine {engine.name}: models must be different names")
-    if engine.probe == "try" and (engine.cloud or engine.kind in ("azure", "anthropic")):
-        raise ConfigError(
-            f'engine {engine.name}: probe = "try" sends requests, which a cloud charges for: "ask" '
-            'or "off"'
-        )
-    if engine.max_concurrent < 0:
-        raise ConfigError(
-            f"engine {engine.name}: max_concurrent must be 0 or more, got {engine.max_concurrent}"
-        )
 
 
 def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
@@ -484,7 +433,9 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
         raise ConfigError(f"model {model.name}: may contain one *, and then no length_over")
     if not model.tiers or not all(model.tiers):
         raise ConfigError(f"model {model.name}: each tier must name at least one engine")
-    engines = {engine.name: engine for engine in config.engines}
+    # a pool's engines are not clouds
+    engines = {engine.name: engine.cloud for engine in config.engines}
+    engines |= dict.fromkeys((f"@{name}" for name in pools_of(config)), False)
     for tier in model.tiers:
         for text in tier:
             target = Target.parse(text)
@@ -499,7 +450,7 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
                     "each"
                 )
     if model.local_only and all(
-        engines[Target.parse(text).engine].cloud for tier in model.tiers for text in tier
+        engines[Target.parse(text).engine] for tier in model.tiers for text in tier
     ):
         raise ConfigError(f"model {model.name} is local_only, but all its engines are cloud = true")
     known = {other.name for other in config.models if not is_alias(other.name)}
@@ -514,7 +465,7 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
             )
         other = next(other for other in config.models if other.name == longer)
         if model.local_only and all(
-            engines[Target.parse(text).engine].cloud for tier in other.tiers for text in tier
+            engines[Target.parse(text).engine] for tier in other.tiers for text in tier
         ):
             raise ConfigError(
                 f"model {model.name} is local_only, but all engines of {longer!r} in its "

@@ -19,9 +19,12 @@ import msgspec
 
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import read_contexts
+from paceline.gateway.settings.engines import EngineConfig, MemberConfig, PoolMembers
 from paceline.gateway.upstreams.capabilities import discover_capabilities
+from paceline.gateway.upstreams.pools import UNHEARD_SECONDS, Pools
 from paceline.gateway.upstreams.probe import fetch_small
 from paceline.gateway.upstreams.upstream import Upstream, UpstreamModel
+from paceline.http.errors import HttpError
 from paceline.http.upstream import ConnectError
 
 __all__ = ["UpstreamRegistry"]
@@ -67,8 +70,9 @@ class UpstreamRegistry:
         self._config = config
         self._now = now
         self.by_name = {each.name: Upstream(each, config, now()) for each in config.engines}
+        self.pools = Pools(config)
         # whether any engine has a bound on its requests
-        self.has_bounds = _has_bounds(config)
+        self.has_bounds = self._has_bounds()
         # polling task of each engine; None: the check for silence
         self._tasks: dict[Upstream | None, asyncio.Task[None]] = {}
         # probe that is running, by engine
@@ -90,6 +94,48 @@ class UpstreamRegistry:
             self._start_probe(upstream)
         self.asked.set()
 
+    def set_pool(self, name: str, told: PoolMembers) -> bool:
+        """Apply what a pool's controller says, at once: an engine gets requests as soon as it has
+        answered. Return whether there is a change.
+
+        Raises:
+            HttpError: 409, a later word is known; 400, a name is another engine's.
+        """
+        pool = self.pools[name]
+        configs = told.configs(pool.config)
+        taken = [n for n in configs if n in self.by_name and self.by_name[n].pool_name != name]
+        if taken:
+            raise HttpError(400, f"pool {name}: there is another engine named {taken[0]!r}")
+        now = self._now()
+        changed = pool.tell(told, now)
+        if changed:
+            before = [each for each in self.by_name.values() if each.pool_name == name]
+            for upstream in before:
+                if configs.get(upstream.name) != upstream.config:
+                    self._retire(self.by_name.pop(upstream.name))
+            for each in configs.values():
+                if each.name not in self.by_name:
+                    self._add_member(each)
+            for upstream in (*self.by_name.values(), *self._retired):
+                if upstream.pool_name == name and upstream.name in changed.redrained:
+                    upstream.drain(on=upstream.name in pool.draining, now=now)
+            self.has_bounds = self._has_bounds()
+        # asked again each time: a stream that could not leave may be able to now
+        for upstream in (*self.by_name.values(), *self._retired):
+            if upstream.pool_name == name and upstream.name in told.move:
+                for running in list(upstream.running):
+                    running.move_on(f"engine {upstream.name} is drained")
+        return bool(changed)
+
+    def _add_member(self, config: MemberConfig) -> None:
+        self.by_name[config.name] = upstream = Upstream(config, self._config, self._now())
+        upstream.back_at = self._now()
+        self._tasks[upstream] = asyncio.create_task(self._follow_member(upstream))
+
+    async def _follow_member(self, upstream: Upstream) -> None:
+        await self._ask_first(upstream)
+        await self._follow(upstream)
+
     async def change(self, config: GatewayConfig) -> list[str]:
         """Apply another configuration; return what changed. An engine that is removed or replaced
         gets no new requests and finishes its running ones."""
@@ -97,9 +143,10 @@ class UpstreamRegistry:
             return await self._change(config)
 
     async def _change(self, config: GatewayConfig) -> list[str]:
+        told = self.pools.change(config)
         self._config = config
-        told = []
-        wanted = {each.name: each for each in config.engines}
+        wanted: dict[str, EngineConfig] = {each.name: each for each in config.engines}
+        wanted |= self.pools.members()
         added = []
         for name, each in wanted.items():
             before = self.by_name.get(name)
@@ -114,12 +161,22 @@ class UpstreamRegistry:
         for name in [name for name in self.by_name if name not in wanted]:
             self._retire(self.by_name.pop(name))
             told.append(f"engine {name} removed")
-        self.has_bounds = _has_bounds(config)
+        self.has_bounds = self._has_bounds()
         await asyncio.gather(*map(self._ask_first, added))
         for upstream in added:
             self._start_probe(upstream)
             self._tasks[upstream] = asyncio.create_task(self._follow(upstream))
         return told
+
+    def all_of(self, pool: str) -> list[Upstream]:
+        """Return the engines of a pool, and those that left it and still run requests."""
+        found = [each for each in self.by_name.values() if each.pool_name == pool]
+        there = {each.name for each in found}
+        gone = (each for each in self._retired if each.pool_name == pool)
+        return found + [each for each in gone if each.running and each.name not in there]
+
+    def _has_bounds(self) -> bool:
+        return any(each.config.max_concurrent for each in self.by_name.values())
 
     def _retire(self, upstream: Upstream) -> None:
         upstream.drain(on=True, now=self._now())
@@ -364,6 +421,8 @@ class UpstreamRegistry:
                 and upstream.num_polls > 1
             ):
                 self._gone(upstream)
+        for name in self.pools.unheard(now):
+            _log.warning("pool_unheard pool=%s seconds=%g", name, UNHEARD_SECONDS)
         self._on_tick()
 
     def _gone(self, upstream: Upstream) -> None:
@@ -380,10 +439,6 @@ class UpstreamRegistry:
 def _is_away(status: int) -> bool:
     """Whether a proxy reports that its engine is gone."""
     return status in _AWAY or 520 <= status <= 530
-
-
-def _has_bounds(config: GatewayConfig) -> bool:
-    return any(engine.max_concurrent for engine in config.engines)
 
 
 class _ModelList(msgspec.Struct):

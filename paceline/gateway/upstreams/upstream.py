@@ -23,9 +23,11 @@ from paceline.gateway.settings.engine_types import (
     read_pressure,
     scan,
 )
+from paceline.gateway.settings.engines import MemberConfig
 from paceline.gateway.upstreams.capabilities import Capabilities
 from paceline.gateway.upstreams.dialects import Dialect, dialect_of
 from paceline.gateway.upstreams.standing import Standings
+from paceline.http.fields import FLEET_HEADER
 from paceline.http.upstream import Headers, Origin, Pool
 from paceline.routing import Breaker, BreakerState, EngineLoad, SlowStart
 
@@ -53,6 +55,11 @@ class Running(Protocol):
         """React to an engine that gives no sign of life; return whether the request gives it up."""
         ...
 
+    def move_on(self, why: str) -> bool:
+        """Leave the engine, which is not at fault, if the request can go on at another one; return
+        whether it leaves."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class UpstreamModel:
@@ -71,6 +78,8 @@ class Upstream:
     def __init__(self, config: EngineConfig, gateway: GatewayConfig, now: float) -> None:
         self.config = config
         self.name = config.name
+        # its pool; "": it is one of the configuration's engines
+        self.pool_name = config.pool if isinstance(config, MemberConfig) else ""
         self.kind: EngineKind = config.kind
         self.facts: KindFacts = KINDS["openai" if config.kind == "auto" else config.kind]
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
@@ -112,7 +121,8 @@ class Upstream:
         self.silent = 0.0
         self.num_polls = 0
         # consecutive polls without an answer or any other sign of life
-        self.num_misses = 0
+        # an engine of a pool is not waited for, and gets no requests before it has answered
+        self.num_misses = 1 if self.pool_name else 0
         # the last connection attempt failed
         self.is_unreachable = False
         # a proxy answered the last poll in its place
@@ -159,7 +169,8 @@ class Upstream:
 
     def headers(self) -> Headers:
         """Headers of every request to this engine."""
-        return [(b"accept-encoding", b"identity"), *self.dialect.headers(self.key)]
+        watched = [(FLEET_HEADER, b"1")] if self.pool_name else []
+        return [(b"accept-encoding", b"identity"), *watched, *self.dialect.headers(self.key)]
 
     def start_of(self, target: str, accept: bytes) -> bytes:
         """Return the start of a request head, which all requests to this path share."""

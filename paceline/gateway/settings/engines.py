@@ -1,0 +1,199 @@
+"""One engine of the configuration, and the engines of a pool, which are named while the gateway
+runs::
+
+    PUT /admin/pools/chat
+    {"epoch": 1732838400000, "version": 7,
+     "engines": [{"name": "chat-4", "url": "http://10.0.0.7:41877"}],
+     "draining": ["chat-2"], "move": ["chat-2"]}
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from paceline.errors import ConfigError
+from paceline.http.fields import show_url
+
+__all__ = [
+    "NAME",
+    "EngineConfig",
+    "EngineKind",
+    "MemberConfig",
+    "PoolConfig",
+    "PoolMembers",
+    "Secret",
+    "SecretBytes",
+    "check_engine",
+    "parse_members",
+]
+
+EngineKind = Literal[
+    "auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai", "azure", "anthropic"
+]
+
+NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# engines of a pool
+_MOST_ENGINES: Final = 4096
+# addresses at which clouds hand out a machine's credentials
+_METADATA_HOSTS: Final = frozenset(
+    {"169.254.169.254", "169.254.170.2", "fd00:ec2::254", "metadata.google.internal"}
+)
+
+
+class Secret(str):
+    """Key that no repr, log line or error shows."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+class SecretBytes(bytes):
+    """Bytes that contain a key, hidden in the same way."""
+
+    def __repr__(self) -> str:
+        return "b'***'"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server that runs models."""
+
+    name: str
+    # http or https, with the path before /v1 if there is one
+    url: str
+    kind: EngineKind = "auto"
+    # environment variable that holds its key
+    api_key_env: str = ""
+    # version of Azure's API, such as 2024-10-21
+    api_version: str = ""
+    # its models, if it cannot list them (Azure's deployments); empty: it is asked
+    models: tuple[str, ...] = ()
+    # whether it runs off premises: a model with ``local_only`` is never sent there
+    cloud: bool = False
+    # concurrent requests at most; 0: unlimited
+    max_concurrent: int = 0
+    # how its capabilities are found out: "ask" reads what it advertises, "try" also sends one-token
+    # requests, "off" does neither
+    probe: Literal["ask", "try", "off"] = "ask"
+
+
+class MemberConfig(EngineConfig, frozen=True, kw_only=True):
+    """An engine of a pool."""
+
+    pool: str
+
+
+class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Engines that are named over HTTP while the gateway runs; a tier says ``@NAME``."""
+
+    name: str
+    # environment variable that holds the key of its engines
+    api_key_env: str = ""
+
+
+class _Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine as ``PUT`` names it; its key comes with the pool."""
+
+    name: str
+    url: str
+    kind: EngineKind = "paceline"
+    max_concurrent: int = 0
+
+
+class PoolMembers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All that a pool has, as its controller says it."""
+
+    # start of the controller: a later one takes over; and what of it is the newest
+    epoch: int
+    version: int
+    engines: tuple[_Engine, ...]
+    # names of engines that get no new requests, here or retired already; and of those whose running
+    # requests go on elsewhere
+    draining: tuple[str, ...] = ()
+    move: tuple[str, ...] = ()
+
+    def configs(self, pool: PoolConfig) -> dict[str, MemberConfig]:
+        """Return the engines by name."""
+        return {
+            each.name: MemberConfig(
+                name=each.name, url=each.url, kind=each.kind, max_concurrent=each.max_concurrent,
+                api_key_env=pool.api_key_env, pool=pool.name,
+            )
+            for each in self.engines
+        }  # fmt: skip
+
+
+def parse_members(data: bytes, pool: PoolConfig) -> PoolMembers:
+    """Parse and check the body of a ``PUT``. Raises ConfigError."""
+    try:
+        found = msgspec.json.decode(data, type=PoolMembers)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"pool {pool.name}: {error}") from None
+    names = [each.name for each in found.engines]
+    if len(names) > _MOST_ENGINES or len(set(names)) < len(names):
+        twice = next((name for name in names if names.count(name) > 1), "")
+        raise ConfigError(
+            f"pool {pool.name}: {len(names)} engines; at most {_MOST_ENGINES} are allowed, with "
+            "different names" + (f", and {twice[:80]!r} occurs twice" if twice else "")
+        )
+    if found.epoch < 0 or found.version < 0:
+        raise ConfigError(
+            f"pool {pool.name}: epoch and version must be 0 or more, got {found.epoch} and "
+            f"{found.version}"
+        )
+    for engine in found.configs(pool).values():
+        check_engine(engine)
+    return found
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Check one engine. Raises ConfigError."""
+    if not NAME.fullmatch(engine.name):
+        raise ConfigError(
+            f"an engine's name has 1 to 64 letters, digits and _.-, got {engine.name[:80]!r}"
+        )
+    try:
+        parts = urlsplit(engine.url)
+        port = parts.port
+    except ValueError:
+        # do not repeat the bad part: it may be a piece of a password
+        raise ConfigError(
+            f"engine {engine.name}: url {show_url(engine.url)} has no valid host or port"
+        ) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(
+            f"engine {engine.name}: url must be http://HOST[:PORT] or https://..., got "
+            f"{show_url(engine.url)}"
+        )
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # a password can appear without a user name
+        raise ConfigError(
+            f"engine {engine.name}: url may not hold a user, a password, a query or a fragment; a "
+            "key comes from the environment variable that api_key_env names"
+        )
+    if parts.hostname.lower() in _METADATA_HOSTS:
+        raise ConfigError(f"engine {engine.name}: {parts.hostname} hands out credentials in clouds")
+    if engine.api_key_env and not os.environ.get(engine.api_key_env):
+        raise ConfigError(
+            f"engine {engine.name}: the environment variable {engine.api_key_env} is not set"
+        )
+    if (engine.kind == "azure") != bool(engine.api_version):
+        raise ConfigError(
+            f"engine {engine.name}: kind azure needs an api_version such as 2024-10-21, other "
+            f"kinds have none; got kind {engine.kind} and {engine.api_version[:40]!r}"
+        )
+    if not all(engine.models) or len(set(engine.models)) < len(engine.models):
+        raise ConfigError(f"engine {engine.name}: models must be different names")
+    if engine.probe == "try" and (engine.cloud or engine.kind in ("azure", "anthropic")):
+        raise ConfigError(
+            f'engine {engine.name}: probe = "try" sends requests, which a cloud charges for: "ask" '
+            'or "off"'
+        )
+    if engine.max_concurrent < 0:
+        raise ConfigError(
+            f"engine {engine.name}: max_concurrent must be 0 or more, got {engine.max_concurrent}"
+        )
