@@ -5,6 +5,7 @@
     SIGTERM / SIGINT   new generation requests and /health get 503, running ones continue for up to
                        drain_timeout seconds, the rest is aborted                    -> 0
     the same again     running ones are aborted at once, batches get two seconds      -> 0
+    nothing watches    as after a signal; see ``exit_unwatched``                       -> 0
     engine dies        its requests fail, /health gets 503, answers are sent         -> 1
 
 An engine that the client replaces is not dead: /health gets 503 until the next one is ready.
@@ -20,10 +21,11 @@ import signal
 import socket
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 from fastapi import APIRouter
+from starlette.types import ASGIApp
 
 from paceline.engine.protocol import EngineClient
 from paceline.errors import ConfigError, EngineDeadError, EngineLostError, InvalidRequestError
@@ -35,6 +37,7 @@ from paceline.server.batches.folder import Batches
 from paceline.server.generation.service import Service
 from paceline.server.observability.metrics.exporter import exporting
 from paceline.server.settings.config import ServerConfig
+from paceline.server.transport.watched import Watched
 
 __all__ = ["bind", "serve"]
 
@@ -96,6 +99,9 @@ class _Life:
         self, service: Service, app: object, batches: Batches, listener: socket.socket
     ) -> None:
         self._service = service
+        self._watched: Watched | None = None
+        if service.config.exit_unwatched:
+            app = self._watched = Watched(cast(ASGIApp, app), service.config.exit_unwatched)
         self._batches = batches
         self._listener = listener
         self._signals = 0
@@ -145,7 +151,9 @@ class _Life:
                 if on_ready is not None and service.dead is None:
                     address = self._listener.getsockname()
                     on_ready(address[0], address[1])
+                watching = asyncio.ensure_future(self._end_unwatched())
                 await self._until(serving, self._stop)
+                watching.cancel()
                 await self._drain()
             finally:
                 self._server.should_exit = True
@@ -169,6 +177,16 @@ class _Life:
         waiting = asyncio.ensure_future(event.wait())
         await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
+
+    async def _end_unwatched(self) -> None:
+        """End a replica that serves no request once nothing watches it any more."""
+        watched = self._watched
+        while watched is not None:
+            await asyncio.sleep(watched.interval)
+            if watched.is_unwatched and not self._service.in_flight:
+                _log.warning("unwatched seconds=%g", watched.seconds)
+                self._stop.set()
+                return
 
     async def _drain(self) -> None:
         """Let running requests finish and their answers be sent."""

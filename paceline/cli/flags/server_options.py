@@ -81,6 +81,15 @@ def add_server_options(parser: Parser) -> None:
         help="how long running requests may continue after SIGTERM (default 30)",
     )
     group.add_argument(
+        "--exit-unwatched",
+        type=bounded_float(0.0),
+        default=0.0,
+        metavar="SECONDS",
+        help="end when neither a gateway nor a fleet's controller (header x-paceline-fleet) asked "
+        "for this long and no request runs, as 'paceline fleet' starts its replicas; 0: never "
+        "(default 0)",
+    )
+    group.add_argument(
         "--stall-timeout",
         type=bounded_float(0.1),
         default=60.0,

@@ -62,7 +62,7 @@ _NAMED_AS_FLAGS: Final = (
     "drain_timeout", "price_per_hour", "metrics_tenants", "trust_request_chat_template",
     "strict_fields", "max_logprobs", "enable_per_request_metrics", "tool_call_parser",
     "reasoning_parser", "sse_keep_alive", "slow_reader_timeout", "ssl_certfile", "ssl_keyfile",
-    "otlp_endpoint", "seed", "default_chat_template_kwargs",
+    "otlp_endpoint", "seed", "exit_unwatched", "default_chat_template_kwargs",
 )  # fmt: skip
 
 # what --help alone shows: the flags that most notes have

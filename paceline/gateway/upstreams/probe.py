@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Final
-
 from paceline.gateway.upstreams.upstream import Upstream
-from paceline.http.upstream import ConnectError, Connection, Headers
+from paceline.http.small import fetch
 
 __all__ = ["fetch_small"]
-
-_MAX_ANSWER_BYTES: Final = 8 << 20
-
-
-class _Collector:
-    """Sink that collects a small answer in full."""
-
-    def __init__(self, connection: Connection) -> None:
-        # done when the answer is complete
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.status = 0
-        self.body = bytearray()
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        self.status = status
-
-    def on_data(self, data: bytes) -> None:
-        self.body += data
-        if len(self.body) > _MAX_ANSWER_BYTES and not self.ready.done():
-            self.ready.set_exception(ConnectError("the answer is too long"))
-
-    def on_end(self) -> None:
-        if not self.ready.done():
-            self.ready.set_result(None)
-
-    def on_lost(self, why: str) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(ConnectError(why))
 
 
 async def fetch_small(
     upstream: Upstream, path: str, timeout: float, body: bytes | None = None
 ) -> tuple[int, bytes]:
     """Return status and body of a GET, or of a POST of ``body`` (JSON). Raises ConnectError."""
-    headers = upstream.headers()
-    if body is not None:
-        headers.append((b"content-type", b"application/json"))
-    length = None if body is None else len(body)
-    head = upstream.pool.origin.head("GET" if body is None else "POST", path, headers, length)
-    found = await upstream.pool.ask(head + (body or b""), _Collector, timeout)
-    return found.status, bytes(found.body)
+    method = "GET" if body is None else "POST"
+    return await fetch(upstream.pool, method, path, upstream.headers(), timeout, body)

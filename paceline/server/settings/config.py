@@ -136,6 +136,9 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()
     # seconds for which running requests may continue after SIGTERM before they are aborted
     drain_timeout: Annotated[float, _SECONDS] = 30.0
+    # time without a request that has the header of a fleet, and without any running one, after
+    # which the server ends, s; 0: never
+    exit_unwatched: Annotated[float, _SECONDS] = 0.0
     # maximum size of a request body, bytes; a larger one is refused with 413
     max_body_bytes: Annotated[int, Range(1)] = 8 * 2**20
     # maximum choices (n) of one prompt; the engine's max_num_seqs bounds it too

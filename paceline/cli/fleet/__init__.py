@@ -1,0 +1,1 @@
+"""``paceline fleet``: replicas placed, watched and updated, behind gateways."""

@@ -1,0 +1,77 @@
+"""Lock of a fleet's folder: one controller at a time, found by its process id."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from paceline.errors import ConfigError
+from paceline.files import FILE_MODE
+
+__all__ = ["ControllerLock"]
+
+_LOOK_SECONDS: Final = 0.05
+
+
+class ControllerLock:
+    """Lock of one folder, which is free as soon as its process is gone, however that ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "lock"
+        self._file = -1
+
+    def __enter__(self) -> ControllerLock:
+        with contextlib.suppress(FileNotFoundError):
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if self._file >= 0:
+            os.close(self._file)
+
+    def holder(self) -> int:
+        """Return the process that has it; 0: it is free. It is not kept."""
+        if self._file < 0:
+            return 0
+        if self._try():
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            return 0
+        text = os.pread(self._file, 32, 0).strip()
+        return int(text) if text.isdigit() else -1
+
+    def take(self) -> None:
+        """Take it. Raises ConfigError if another process has it."""
+        if not self._try():
+            raise ConfigError(
+                f"process {self.holder()} is this fleet's controller already: SIGHUP (kill -HUP) "
+                "has it read the file again, SIGTERM ends it"
+            )
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, b"%d" % os.getpid(), 0)
+
+    def take_over(self, seconds: float) -> None:
+        """Ask the process that has it to end, and take it. Raises ConfigError."""
+        until = time.monotonic() + seconds
+        holder = self.holder()
+        if holder > 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(holder, signal.SIGTERM)
+        while self.holder() and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        self.take()
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
