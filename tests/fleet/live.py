@@ -77,12 +77,9 @@ class Fleet:
     def start_gateway(self) -> None:
         config = self.folder / "gateway.toml"
         config.write_text('spend_storage = ""\n[[models]]\nname = "chat"\ntiers = [["@chat"]]\n')
-        environ = {**self.environ, "PACELINE_API_KEY": KEY}
-        self.gateway = subprocess.Popen(
-            [*COMMAND, "gateway", str(config), "--port", str(self.port)],
-            env=environ, stdout=subprocess.PIPE, text=True,
-            stderr=open(self.folder / "gateway.log", "a"),
-        )  # fmt: skip
+        self.gateway = self._start(
+            "gateway", "gateway", str(config), "--port", str(self.port), PACELINE_API_KEY=KEY
+        )
         assert self.gateway.stdout is not None
         line = self.gateway.stdout.readline()
         assert "ready" in line, (self.folder / "gateway.log").read_text()[-2000:]
@@ -90,16 +87,18 @@ class Fleet:
 
     def start_controller(self) -> None:
         self.write()
-        self.controller = subprocess.Popen(
-            [*COMMAND, "fleet", "up", str(self.file)],
-            env=self.environ, stdout=subprocess.PIPE, text=True,
-            stderr=open(self.folder / "controller.log", "a"),
-        )  # fmt: skip
+        self.controller = self._start("controller", "fleet", "up", str(self.file))
+
+    def _start(self, log: str, *words: str, **environ: str) -> subprocess.Popen[str]:
+        with open(self.folder / f"{log}.log", "a") as errors:
+            return subprocess.Popen(
+                [*COMMAND, *words], env=self.environ | environ, stdout=subprocess.PIPE,
+                stderr=errors, text=True,
+            )  # fmt: skip
 
     def kill_controller(self) -> None:
         assert self.controller is not None
-        self.controller.kill()
-        self.controller.wait()
+        _end(self.controller)
 
     def run(self, action: str, *flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -149,10 +148,14 @@ class Fleet:
     def close(self) -> None:
         for process in (self.controller, self.gateway):
             if process is not None:
-                process.kill()
-                process.wait()
+                _end(process)
         for record in read_records(self.state):
             record.end(kill=True)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def _command(pid: int) -> str:

@@ -1,0 +1,179 @@
+"""The driver with replicas in memory and a real gateway; replicas' files; the lock."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from paceline.errors import ConfigError
+from paceline.fleet.driver import STATUS, Driver
+from paceline.fleet.gateways import Gateways, SupersededError
+from paceline.fleet.host import FakeHost, Look
+from paceline.fleet.lock import ControllerLock
+from paceline.fleet.process_host import ProcessHost
+from paceline.fleet.replica import Record, last_number, read_records
+from paceline.fleet.spec import PoolSettings
+from paceline.gateway import GatewayConfig, ModelConfig
+from paceline.http.fields import FLEET_HEADER
+from paceline.http.keys import ApiKey
+from paceline.server.transport.watched import Watched
+from tests.gateway.fault_server import PACELINE_METRICS, scripted
+from tests.gateway.helpers import GOOD, gateway_over
+
+KEY = "secret-root-0123"
+POOL = PoolSettings(name="chat", replicas=2, serve=("--backend", "null"), drain_seconds=0.0)
+
+
+@asynccontextmanager
+async def driving(host: FakeHost, url: str, folder: Path, epoch: int = 1) -> AsyncIterator[Driver]:
+    gateways = Gateways((url,), KEY, epoch, time.monotonic)
+    driver = Driver(host, gateways, folder, time.monotonic, 60.0)
+    try:
+        yield driver
+    finally:
+        await driver.close()
+
+
+@asynccontextmanager
+async def engine_and_gateway() -> AsyncIterator[tuple[str, str]]:
+    """The URL of an engine, which stands for every replica, and of a gateway."""
+    config = GatewayConfig(poll_interval=0.03, models=(ModelConfig(name="m", tiers=(("@chat",),)),))
+    async with (
+        scripted(GOOD, metrics=PACELINE_METRICS) as engine,
+        gateway_over(config, (ApiKey.of("root", "admin", KEY),)) as (_, client),
+    ):
+        yield engine.url, str(client.base_url).rstrip("/")
+
+
+async def settle(driver: Driver) -> None:
+    async with asyncio.timeout(30):
+        await driver.run(asyncio.Event(), until_settled=True)
+
+
+async def test_a_pool_comes_up_changes_and_goes(tmp_path: Path) -> None:
+    async with engine_and_gateway() as (engine, gateway):
+        host = FakeHost(engine)
+        async with driving(host, gateway, tmp_path) as driver:
+            await driver.start((POOL,))
+            await settle(driver)
+            assert sorted(host.replicas) == ["chat-1", "chat-2"]
+            assert b'"is_settled":true' in (tmp_path / STATUS).read_bytes()
+            # a version that does not come up
+            other = PoolSettings(name="chat", replicas=2, serve=("--other",), drain_seconds=0.0)
+            host.broken = {other.version}
+            driver.change((other,))
+            while not driver.controllers["chat"].failures:
+                await driver.step()
+            assert {"chat-1", "chat-2"} <= set(host.replicas) and not driver.is_settled
+            assert "it is broken" in driver.controllers["chat"].last_failure
+            driver.change((POOL,))
+            await settle(driver)
+            # given up before, and there again
+            host.replicas["chat-99"] = Look("v", engine)
+            await driver.step()
+            assert "chat-99" not in host.replicas
+            # the pool is gone from the file
+            driver.change(())
+            await settle(driver)
+            await driver.say_last_word()
+            assert not host.replicas
+
+
+async def test_the_next_controller_adopts_and_the_old_one_gives_up(tmp_path: Path) -> None:
+    async with engine_and_gateway() as (engine, gateway):
+        host = FakeHost(engine)
+        async with driving(host, gateway, tmp_path, epoch=1) as old:
+            await old.start((POOL,))
+            await settle(old)
+            async with driving(host, gateway, tmp_path, epoch=2) as new:
+                await new.start((POOL,))
+                await settle(new)
+                assert sorted(host.replicas) == ["chat-1", "chat-2"]
+                with pytest.raises(SupersededError, match="epoch 1"):
+                    async with asyncio.timeout(30):
+                        while True:
+                            await old.step()
+                            await asyncio.sleep(0.01)
+
+
+def test_a_record_knows_its_own_process(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                               start_new_session=True)  # fmt: skip
+    started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    record = Record("chat-7", process.pid, started, "v")
+    other = Record("chat-8", process.pid, started - 1, "v")
+    assert record.lives() and not other.lives()
+    other.end(kill=True)
+    assert record.lives(), "another process that has its number now"
+    assert record.url(tmp_path) == "" and record.last_words(tmp_path) == ""
+    (tmp_path / "chat-7.out").write_text("paceline ready: http://127.0.0.1:40123/v1 (null, ...)")
+    (tmp_path / "chat-7.log").write_text("one\nthe reason\n\n")
+    assert record.url(tmp_path) == "http://127.0.0.1:40123"
+    assert record.last_words(tmp_path) == "the reason"
+    record.end(kill=True)
+    process.wait()
+    assert not record.lives()
+    record.forget(tmp_path)
+    # the log keeps the number
+    assert last_number(tmp_path, "chat") == 7 and last_number(tmp_path, "cha") == 0
+
+
+async def test_a_host_without_room_says_what_is_missing(tmp_path: Path) -> None:
+    from paceline.fleet.controller import Command
+
+    host = ProcessHost(tmp_path, 60.0, {})
+    greedy = PoolSettings(name="chat", replicas=1, serve=(), resources={"GPU": 1.0})
+    await host.start(Command("start", "chat-1", (), "v"), greedy)
+    look = (await host.look())["chat-1"]
+    assert look.alive is False and "lacks GPU (it needs 1, and 0 is free)" in look.trouble
+    await host.end("chat-1", kill=True)
+    assert not await host.look() and not read_records(tmp_path)
+
+
+def test_one_controller_at_a_time(tmp_path: Path) -> None:
+    with ControllerLock(tmp_path) as one, ControllerLock(tmp_path) as two:
+        assert two.holder() == 0
+        one.take()
+        assert two.holder() == os.getpid()
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} is this fleet's controller"):
+            two.take()
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom paceline.fleet.lock import *\n"
+        "with ControllerLock(Path(sys.argv[1])) as lock:\n"
+        "    lock.take(); print('taken', flush=True); time.sleep(600)\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() == b"taken\n"
+    with ControllerLock(tmp_path) as lock:
+        assert lock.holder() == other.pid
+        lock.take_over(30.0)
+    assert other.wait(30) == -signal.SIGTERM
+    other.stdout.close()
+
+
+async def test_a_replica_knows_whether_it_is_watched() -> None:
+    now = [0.0]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def call(*headers: tuple[bytes, bytes]) -> None:
+        await watched({"type": "http", "headers": headers}, None, None)  # type: ignore[arg-type]
+
+    watched = Watched(app, 10.0, lambda: now[0])
+    now[0] = 9.0
+    await call((FLEET_HEADER, b"1"))
+    now[0] = 18.0
+    await call((b"accept", b"*/*"))
+    assert not watched.is_unwatched
+    now[0] = 19.0
+    assert watched.is_unwatched
