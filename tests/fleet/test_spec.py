@@ -31,7 +31,7 @@ def test_a_version_changes_with_what_runs_alone() -> None:
     ("text", "why"),
     [
         (POOL, "missing required field `fleet`"),
-        (FLEET + "pools = []", "one of \\[\\[pools\\]\\]"),
+        ("pools = []\n" + FLEET, "one of \\[\\[pools\\]\\]"),
         (FLEET.replace("http:", "ftp:") + POOL, "is not http://HOST"),
         (FLEET.replace("FLEET_KEY", "NO_KEY") + POOL, "'NO_KEY' is not set"),
         (FLEET + POOL + POOL, "two pools are named 'chat'"),
