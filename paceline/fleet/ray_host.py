@@ -267,7 +267,8 @@ class RayHost:
                     free[other.node][name] = free[other.node].get(name, 0.0) - amount
         missing = [lacks(placed.pool.resources, has) for has in free.values()]
         if missing and all(missing):
-            return f"every node lacks {', '.join(min(missing, key=len))}"
+            least = min(missing, key=lambda each: len(each))
+            return f"every node lacks {', '.join(least)}"
         return "it waits for its actor"
 
     def _end(self, name: str, kill: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.live import COMMAND, Streams, running_fleet
+from benchmarks.fleet.live import COMMAND, Streams, running_fleet
 
 
 @pytest.mark.slow

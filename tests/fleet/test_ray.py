@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.live import Streams, running_fleet
+from benchmarks.fleet.faults import actors
+from benchmarks.fleet.live import Streams, running_fleet
 
 ray = pytest.importorskip(
     "ray",
@@ -33,16 +33,6 @@ def cluster() -> Iterator[Any]:
         found.add_node(num_cpus=2, object_store_memory=memory, labels={"zone": zone})
     yield found
     found.shutdown()
-
-
-def actors() -> set[int]:
-    """Return the processes of the fleet's actors."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(b"ray::EngineHost"):
-                found.add(int(path.parent.name))
-    return found
 
 
 async def test_a_fleet_on_ray_survives_its_parts(cluster: Any, tmp_path: Path) -> None:

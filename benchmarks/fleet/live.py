@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -20,12 +21,14 @@ import httpx
 
 from paceline.fleet.driver import STATUS
 from paceline.fleet.replica import Record, read_records
-from tests.gateway.helpers import CHAT, NO_TLS
 
 __all__ = ["Fleet", "Stream", "Streams", "running_fleet"]
 
 KEY = "fleet-admin-key-0123"
 STEP = 0.02
+_CHAT = "/v1/chat/completions"
+# a client without one reads the system's certificates
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _PATIENCE = 90.0
 COMMAND = (sys.executable, "-m", "paceline.cli.main")
 
@@ -95,6 +98,13 @@ class Fleet:
                 [*COMMAND, *words], env=self.environ | environ, stdout=subprocess.PIPE,
                 stderr=errors, text=True,
             )  # fmt: skip
+
+    def change(self, *flags: str) -> None:
+        """Add flags to the replicas and have the controller read its file again."""
+        assert self.controller is not None
+        self.serve = (*self.serve, *flags)
+        self.write()
+        self.controller.send_signal(signal.SIGHUP)
 
     def kill_controller(self) -> None:
         assert self.controller is not None
@@ -210,7 +220,7 @@ class Streams:
     async def running(self) -> AsyncIterator[Streams]:
         """Stream; at the end every stream is waited for."""
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=60, verify=NO_TLS, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=60, verify=_NO_TLS, limits=limits) as client:
             client.headers["Authorization"] = f"Bearer {KEY}"
             tasks = [asyncio.create_task(self._call(client, n)) for n in range(self.count)]
             try:
@@ -240,7 +250,7 @@ class Streams:
         stream = Stream()
         began = last = time.monotonic()
         try:
-            async with client.stream("POST", self.fleet.url + CHAT, json=self.body(number)) as got:
+            async with client.stream("POST", self.fleet.url + _CHAT, json=self.body(number)) as got:
                 if got.status_code != 200:
                     stream.error = f"{got.status_code} {(await got.aread())[:300]!r}"
                     return stream
@@ -286,7 +296,3 @@ class Streams:
 
     def errors(self) -> list[str]:
         return [s.error or "no end" for _, s in self.found if s.error or not s.done][:5]
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
