@@ -16,6 +16,8 @@
         │   └── PoisonedRequestError  the engine ended twice under it         -> 500, do not retry
         ├── EngineDrainingError   shutting down, no new work                  -> 503
         ├── EngineLostError       the engine ended; another is being started  -> 503 + Retry-After
+        ├── ModelFailedError      one of several models cannot be loaded now  -> 503 + Retry-After
+        ├── ModelRoomError        it does not fit into the memory for models  -> 507
         └── EngineDeadError       the engine process is gone                  -> 503
 
 The HTTP status codes are applied in one place: ``paceline/http/errors.py``.
@@ -26,7 +28,8 @@ from typing import Final
 __all__ = [
     "NAN_LOGITS", "NOTHING_LEFT", "AdapterRoomError", "CheckpointError", "ConfigError",
     "EngineDeadError", "EngineDrainingError", "EngineError", "EngineLostError",
-    "InvalidRequestError", "NeverFitsError", "PacelineError", "PoisonedRequestError",
+    "InvalidRequestError", "ModelFailedError", "ModelRoomError", "NeverFitsError",
+    "PacelineError", "PoisonedRequestError",
     "QueueFullError", "RequestError", "RequestFailedError", "UnknownModelError",
 ]  # fmt: skip
 
@@ -110,6 +113,18 @@ class EngineLostError(EngineError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ModelFailedError(EngineError):
+    """One of several models could not be loaded, and is not tried for ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ModelRoomError(EngineError):
+    """A model does not fit into the memory for models, even if all others go that may."""
 
 
 class EngineDeadError(EngineError):

@@ -21,6 +21,8 @@ from paceline.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineLostError,
+    ModelFailedError,
+    ModelRoomError,
     PacelineError,
     PoisonedRequestError,
     QueueFullError,
@@ -125,8 +127,10 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
             return Reply(400, str(error), error.param)
         case EngineDrainingError():
             return Reply(503, _public(error), retry_after=_seconds(drain_timeout))
-        case EngineLostError():
+        case EngineLostError() | ModelFailedError():
             return Reply(503, _public(error), retry_after=_seconds(error.retry_after))
+        case ModelRoomError():
+            return Reply(507, _public(error))
         case PoisonedRequestError():
             _log.error("request_failed error=%r", _public(error))
             return Reply(500, _public(error), should_retry=False)

@@ -1,0 +1,1 @@
+"""Several models under one budget of memory, an engine process each."""

@@ -1,0 +1,283 @@
+"""Models as values: leases, room, making way, failures; and a random machine over all of it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from paceline.engine.models.ledger import Account
+from paceline.engine.models.model import ModelSpec, State, Ticket
+from paceline.engine.models.states import Load, ModelStates, Unload
+from paceline.errors import ModelFailedError, ModelRoomError, UnknownModelError
+
+
+def _spec(name: str, size: int = 10, **more: object) -> ModelSpec:
+    return ModelSpec(name=name, account=Account(weights=size), **more)  # type: ignore[arg-type]
+
+
+def _load(states: ModelStates, name: str, now: float, seconds: float = 0.5) -> None:
+    """Load a model for a request that ends at once."""
+    ticket = states.ask(name, now)
+    while not ticket.is_granted:
+        action = states.next(now)
+        assert action is not None, states.models
+        if isinstance(action, Load):
+            states.loaded_as(action.model, action.model.account, seconds, now)
+        else:
+            states.unloaded(action.model, action.reason)
+    states.leave(ticket, now)
+
+
+def test_a_request_waits_for_the_load_and_holds_a_lease() -> None:
+    states = ModelStates([_spec("a")], 10)
+    ticket = states.ask("a", 0.0)
+    assert not ticket.is_granted
+    action = states.next(0.0)
+    assert isinstance(action, Load) and action.model.state is State.LOADING
+    assert states.next(0.0) is None, "one load at a time"
+    second = states.ask("a", 0.1)
+    assert states.loaded_as(action.model, Account(weights=9), 0.5, 0.5)
+    assert ticket.is_granted and second.is_granted and len(action.model.leases) == 2
+    assert states.ledger.free == 1
+    assert states.ask("a", 1.0).is_granted
+
+
+def test_an_idle_model_makes_room_and_one_in_use_does_not_at_once() -> None:
+    states = ModelStates([_spec("a"), _spec("b")], 15)
+    _load(states, "a", 0.0)
+    held = states.ask("a", 5.0)
+    waits = states.ask("b", 5.0)
+    assert states.next(5.0) is None and states.models["a"].state is State.READY
+    states.leave(held, 5.5)
+    action = states.next(5.5)
+    assert isinstance(action, Unload) and action.reason == "room"
+    states.unloaded(action.model, action.reason)
+    action = states.next(5.6)
+    assert isinstance(action, Load)
+    states.loaded_as(action.model, action.model.account, 0.4, 6.0)
+    assert waits.is_granted and states.evictions["room"] == 1
+
+
+def test_a_busy_model_stops_its_intake_in_time_and_those_behind_come_next() -> None:
+    states = ModelStates([_spec("a"), _spec("b")], 15)
+    _load(states, "a", 0.0, 0.4)
+    held = states.ask("a", 5.0)
+    waits = states.ask("b", 5.0)
+    states.next(5.0)
+    wake = states.wake_at(5.0)
+    assert wake is not None
+    # five swaps: a is served meanwhile
+    swap = states.loads.predict("b", 10)
+    assert wake == pytest.approx(5.0 + 5 * swap)
+    assert states.ask("a", wake - 0.1).is_granted
+    assert states.next(wake) is None
+    behind = states.ask("a", wake)
+    assert states.models["a"].state is State.DRAINING and not behind.is_granted
+    states.leave(held, wake + 1)
+    states.leave(next(iter(states.models["a"].leases)), wake + 1)
+    action = states.next(wake + 1)
+    assert isinstance(action, Unload) and action.model.name == "a"
+    states.unloaded(action.model, "room")
+    action = states.next(wake + 1)
+    assert isinstance(action, Load) and action.model.name == "b"
+    states.loaded_as(action.model, action.model.account, 0.4, wake + 2)
+    assert waits.is_granted and not behind.is_granted
+
+
+def test_a_model_takes_requests_again_once_none_waits_for_its_room() -> None:
+    states = ModelStates([_spec("a"), _spec("b")], 15, switch_wait=0.0)
+    _load(states, "a", 0.0)
+    held, waits = states.ask("a", 5.0), states.ask("b", 5.0)
+    states.next(5.0)
+    behind = states.ask("a", 5.0)
+    assert not behind.is_granted
+    states.leave(waits, 6.0)
+    assert behind.is_granted and held.is_granted
+    states.check_integrity()
+
+
+def test_a_target_of_the_waiting_request_lets_the_other_go_on_for_longer() -> None:
+    states = ModelStates([_spec("a"), _spec("b")], 15, switch_wait=100.0)
+    _load(states, "a", 0.0)
+    states.ask("a", 5.0)
+    states.ask("b", 5.0, slack=50.0)
+    states.next(5.0)
+    swap = states.loads.predict("b", 10)
+    assert states.wake_at(5.0) == pytest.approx(5.0 + 50.0 - swap)
+
+
+def test_keep_alive_is_the_requests_then_the_models_then_the_servers() -> None:
+    states = ModelStates([_spec("a", keep_alive=30.0), _spec("b")], 100, keep_alive=7.0)
+    assert states.kept(states.models["a"]) == 30.0
+    assert states.kept(states.models["b"]) == 7.0
+    _load(states, "a", 0.0)
+    assert states.wake_at(0.0) == 30.0
+    ticket = states.ask("a", 1.0)
+    states.leave(ticket, 2.0, keep_alive=0.0)
+    action = states.next(2.0)
+    assert isinstance(action, Unload) and action.reason == "keep_alive"
+
+
+def test_models_that_all_fit_stay_and_others_go_after_five_minutes() -> None:
+    assert ModelStates([_spec("a"), _spec("b")], 20).kept(_model("a")) == math.inf
+    states = ModelStates([_spec("a"), _spec("b")], 19)
+    assert states.kept(states.models["a"]) == 300.0
+    assert ModelStates([_spec("a"), _spec("b")], 20, max_models=1).kept(_model("a")) == 300.0
+
+
+def _model(name: str) -> object:
+    return ModelStates([_spec(name)], 100).models[name]
+
+
+def test_a_model_that_never_fits_is_refused_with_both_numbers() -> None:
+    mib = 2**20
+    states = ModelStates([_spec("a", 5 * mib, pinned=True), _spec("b", 8 * mib)], 10 * mib)
+    action = states.next(0.0)
+    assert isinstance(action, Load), "a pinned one is loaded at start"
+    states.loaded_as(action.model, action.model.account, 1.0, 1.0)
+    with pytest.raises(ModelRoomError, match="takes 8 MiB, and there are 5 MiB"):
+        states.ask("b", 2.0)
+    states.pin("a", pinned=False)
+    assert not states.ask("b", 2.0).is_granted
+
+
+def test_a_load_that_takes_more_than_was_booked_is_undone() -> None:
+    states = ModelStates([_spec("a")], 10)
+    ticket = states.ask("a", 0.0)
+    action = states.next(0.0)
+    assert isinstance(action, Load)
+    assert not states.loaded_as(action.model, Account(weights=12), 0.5, 1.0)
+    assert isinstance(ticket.error, ModelRoomError) and states.ledger.free == 10
+    states.check_integrity()
+
+
+def test_a_load_that_ends_its_engine_twice_rests_and_is_tried_later() -> None:
+    states = ModelStates([_spec("a")], 10)
+    ticket = states.ask("a", 0.0)
+    for _ in range(2):
+        assert ticket.error is None
+        action = states.next(0.0)
+        assert isinstance(action, Load)
+        states.failed(action.model, "it was killed", 0.0, crashed=True)
+    assert isinstance(ticket.error, ModelFailedError) and "it was killed" in str(ticket.error)
+    with pytest.raises(ModelFailedError) as refused:
+        states.ask("a", 20.0)
+    assert refused.value.retry_after == pytest.approx(40.0)
+    assert not states.ask("a", 61.0).is_granted
+    assert isinstance(states.next(61.0), Load)
+
+
+def test_a_broken_file_stops_nothing_and_says_why() -> None:
+    states = ModelStates([_spec("a", broken="it is truncated"), _spec("b")], 100)
+    with pytest.raises(ModelFailedError, match="it is truncated"):
+        states.ask("a", 0.0)
+    _load(states, "b", 0.0)
+    # a caller may have it tried again
+    states.load("a")
+    assert isinstance(states.next(1.0), Load)
+
+
+def test_an_unknown_name_names_those_that_are_served() -> None:
+    states = ModelStates([_spec("a", aliases=("x",)), _spec("b")], 100)
+    assert states.find("x").name == "a"
+    with pytest.raises(UnknownModelError, match="served are a, b"):
+        states.ask("c", 0.0)
+
+
+def test_asked_unload_waits_for_leases() -> None:
+    states = ModelStates([_spec("a")], 100)
+    _load(states, "a", 0.0)
+    held = states.ask("a", 1.0)
+    states.unload("a")
+    assert states.next(1.0) is None
+    later = states.ask("a", 1.0)
+    assert not later.is_granted
+    states.leave(held, 2.0)
+    assert states.next(2.0) == Unload(states.models["a"], "asked")
+    states.unloaded(states.models["a"], "asked")
+    assert isinstance(states.next(2.0), Load), "a request waits for it"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_events_never_unload_a_leased_model(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.randrange(5, 60) for _ in range(7)]
+    specs = [
+        _spec(
+            f"m{i}",
+            size,
+            pinned=i == 6 and seed % 2 == 0,
+            keep_alive=draw.choice([None, 0.0, 3.0]),
+            broken="bad" if i == 5 else "",
+        )
+        for i, size in enumerate(sizes)
+    ]
+    states = ModelStates(specs, 100, max_models=draw.choice([None, 2, 3]), switch_wait=20.0)
+    now, granted, waiting = 0.0, [], []
+    action: Load | Unload | None = None
+    num_granted = 0
+    for _ in range(25_000):
+        now += draw.expovariate(4.0)
+        what = draw.random()
+        if what < 0.3:
+            try:
+                waiting.append(states.ask(f"m{draw.randrange(7)}", now, draw.choice([1, math.inf])))
+            except (ModelFailedError, ModelRoomError):
+                pass
+        elif what < 0.55 and granted:
+            ticket: Ticket = granted.pop(draw.randrange(len(granted)))
+            states.leave(ticket, now, draw.choice([None, None, 0.0, 50.0]))
+        elif what < 0.6 and waiting:
+            states.leave(waiting.pop(draw.randrange(len(waiting))), now)
+        elif what < 0.62:
+            states.unload(f"m{draw.randrange(7)}")
+        elif what < 0.63:
+            try:
+                states.load(f"m{draw.randrange(7)}")
+            except ModelRoomError:
+                pass
+        elif what < 0.64:
+            resident = [m for m in states.models.values() if m.is_resident]
+            busy = action is not None and action.model
+            if resident and (victim := draw.choice(resident)) is not busy:
+                states.failed(victim, "its engine ended", now, crashed=True)
+                granted = [ticket for ticket in granted if ticket.model is not victim]
+        elif action is None:
+            action = states.next(now)
+            if isinstance(action, Unload):
+                assert not action.model.leases, "a leased model goes"
+        elif isinstance(action, Unload):
+            states.unloaded(action.model, action.reason)
+            action = None
+        elif draw.random() < 0.8:
+            taken = max(1, action.model.spec.account.total + draw.randrange(-3, 6))
+            fits = states.loaded_as(action.model, Account(weights=taken), 0.5, now)
+            assert fits or not action.model.is_resident
+            action = None
+        else:
+            states.failed(action.model, "no", now, crashed=draw.random() < 0.7)
+            action = None
+        num_granted += sum(t.is_granted for t in waiting)
+        granted += [ticket for ticket in waiting if ticket.is_granted]
+        waiting = [t for t in waiting if not t.is_granted and t.error is None]
+        states.check_integrity()
+        assert sum(len(m.leases) for m in states.models.values()) == len(granted)
+    assert num_granted > 1000
+    # all end: once no lease is left, everything that waits is served or refused
+    for ticket in granted:
+        states.leave(ticket, now)
+    for _ in range(200):
+        now = max(now + 0.1, states.wake_at(now) or 0.0)
+        action = action or states.next(now)
+        if isinstance(action, Load):
+            states.loaded_as(action.model, action.model.spec.account, 0.1, now)
+        elif action is not None:
+            states.unloaded(action.model, action.reason)
+        action = None
+        for ticket in waiting:
+            if ticket.is_granted:
+                states.leave(ticket, now)
+        waiting = [t for t in waiting if not t.is_granted and t.error is None]
+    assert not waiting
