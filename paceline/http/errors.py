@@ -126,21 +126,21 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
         case RequestError():
             return Reply(400, str(error), error.param)
         case EngineDrainingError():
-            return Reply(503, _public(error), retry_after=_seconds(drain_timeout))
+            return Reply(503, public(error), retry_after=_seconds(drain_timeout))
         case EngineLostError() | ModelFailedError():
-            return Reply(503, _public(error), retry_after=_seconds(error.retry_after))
+            return Reply(503, public(error), retry_after=_seconds(error.retry_after))
         case ModelRoomError():
-            return Reply(507, _public(error))
+            return Reply(507, public(error))
         case PoisonedRequestError():
-            _log.error("request_failed error=%r", _public(error))
-            return Reply(500, _public(error), should_retry=False)
+            _log.error("request_failed error=%r", public(error))
+            return Reply(500, public(error), should_retry=False)
         case EngineDeadError():
-            return Reply(503, _public(error), retry_after=_RESTART_SECONDS)
+            return Reply(503, public(error), retry_after=_RESTART_SECONDS)
         case ClientDisconnectedError():
             return Reply(_GONE, "the client disconnected")
         case PacelineError():
-            _log.error("request_failed error=%r", _public(error))
-            return Reply(500, _public(error))
+            _log.error("request_failed error=%r", public(error))
+            return Reply(500, public(error))
     # a foreign exception's text may quote the prompt: a log only needs where it was raised
     _log.error(
         "uncaught type=%s at:\n%s",
@@ -181,6 +181,6 @@ def _seconds(wait: float) -> int:
     return max(1, math.ceil(wait))
 
 
-def _public(error: PacelineError) -> str:
-    """Return the message without memory addresses and file paths."""
+def public(error: PacelineError | str) -> str:
+    """Return a message without memory addresses and file paths."""
     return _PRIVATE.sub("...", str(error))

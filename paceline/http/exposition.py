@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,6 +29,7 @@ __all__ = [
     "Numbers",
     "Registry",
     "Sample",
+    "merged",
 ]
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
@@ -271,6 +272,19 @@ class Registry:
         assert family.name not in self._families, f"two families are called {family.name}"
         self._families[family.name] = family
         return family
+
+
+def merged(*texts: str) -> str:
+    """Return one exposition of several: the series of a family stand together, under the head of
+    the first text that has it."""
+    families: dict[str, list[str]] = {}
+    for text in texts:
+        for family in text.split("# HELP ")[1:]:
+            # name and text, type, series
+            head, kind, series = [*family.split("\n", 2), ""][:3]
+            name = head.split(" ", 1)[0]
+            families.setdefault(name, [f"# HELP {head}\n{kind}\n"]).append(series)
+    return "".join(chain.from_iterable(families.values()))
 
 
 def _rendered(family: Family[Any]) -> str:

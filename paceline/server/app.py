@@ -13,9 +13,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
@@ -37,7 +38,25 @@ from paceline.server.transport.errors import refusal
 from paceline.server.transport.middleware import ExchangeMiddleware
 from paceline.server.transport.responses import http_exception
 
-__all__ = ["batches_of", "create_app", "service_of"]
+if TYPE_CHECKING:
+    from paceline.engine.models.pool import ModelPool
+
+__all__ = ["SeveralModels", "batches_of", "create_app", "service_of"]
+
+# make the routes whose answers depend on the model
+_ROUTERS: Final = (
+    generate_router, other_apis_router, ollama_router, llama_router, vector_router, info_router,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeveralModels:
+    """The models of a server that has several."""
+
+    pool: ModelPool
+    # the settings of each, by name, and the model of requests that name none
+    configs: Mapping[str, Callable[[], ServerConfig]]
+    first: str
 
 
 def create_app(
@@ -45,6 +64,7 @@ def create_app(
     config: ServerConfig,
     *,
     page: Callable[[Service], APIRouter] | None = None,
+    models: SeveralModels | None = None,
 ) -> FastAPI:
     """Return an app that answers with ``client``'s engine, which must be ready.
 
@@ -53,8 +73,11 @@ def create_app(
 
     Args:
         page: makes the routes of the page, which lies above this room; used if ``config.ui``.
+        models: the server has several models, of which ``client`` is the first.
     """
     service = make_service(client, config)
+    # first of all, as they replace routes of one model
+    routers: tuple[APIRouter, ...] = () if models is None else _several(models, service)
     app = FastAPI(
         title="Paceline",
         version=paceline.__version__,
@@ -62,13 +85,11 @@ def create_app(
     batches = Batches(service, config.batches)
     app.state.service = service
     app.state.batches = batches
-    app.include_router(generate_router(service))
-    app.include_router(other_apis_router(service))
-    app.include_router(ollama_router(service))
-    app.include_router(llama_router(service))
-    app.include_router(vector_router(service))
+    for router in routers:
+        app.include_router(router)
+    for make in _ROUTERS:
+        app.include_router(make(service))
     app.include_router(batch_router(service, batches))
-    app.include_router(info_router(service))
     app.include_router(adapter_router(service))
     if config.ui and page is not None:
         app.include_router(page(service))
@@ -90,6 +111,16 @@ def create_app(
         refusal=refusal,
     )
     return app
+
+
+def _several(models: SeveralModels, service: Service) -> tuple[APIRouter, ...]:
+    """Have a service find the models that requests name; return the routes about them."""
+    from paceline.server.models.finding import Models
+    from paceline.server.models.routes import model_routers
+
+    found = Models(models.pool, service, models.configs, models.first, _ROUTERS)
+    service.models = found
+    return model_routers(found)
 
 
 def service_of(app: FastAPI) -> Service:

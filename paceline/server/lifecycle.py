@@ -32,7 +32,7 @@ from paceline.errors import ConfigError, EngineDeadError, EngineLostError, Inval
 from paceline.http.connections import Connection, allow_open_files
 from paceline.http.errors import HttpError
 from paceline.http.listening import bind
-from paceline.server.app import batches_of, create_app, service_of
+from paceline.server.app import SeveralModels, batches_of, create_app, service_of
 from paceline.server.batches.folder import Batches
 from paceline.server.generation.service import Service
 from paceline.server.observability.metrics.exporter import exporting
@@ -60,6 +60,7 @@ async def serve(
     metrics_listener: socket.socket | None = None,
     on_ready: Callable[[str, int], None] | None = None,
     page: Callable[[Service], APIRouter] | None = None,
+    models: SeveralModels | None = None,
 ) -> int:
     """Serve until a signal or the engine's end; return the exit code of the process.
 
@@ -70,7 +71,7 @@ async def serve(
         metrics_listener: a bound socket on which threads of their own (``metrics.exporter``) serve
             /metrics alone; closed.
         on_ready: called once with host and port when connections are accepted.
-        page: see ``create_app``.
+        page, models: see ``create_app``.
 
     Raises:
         ConfigError: the address is taken, or the batch folder cannot be used.
@@ -78,7 +79,7 @@ async def serve(
     try:
         if listener is None:
             listener = bind(host, port)
-        app = create_app(client, config, page=page)
+        app = create_app(client, config, page=page, models=models)
         service = service_of(app)
         life = _Life(service, app, batches_of(app), listener)
         if service.adapters is not None:

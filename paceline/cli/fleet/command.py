@@ -138,9 +138,7 @@ async def _run(args: argparse.Namespace, file: FleetFile, folder: Path, *, is_do
     if fleet.ray:
         from paceline.fleet.ray_host import RayHost
 
-        host = await asyncio.to_thread(
-            RayHost, fleet.ray, folder, fleet.exit_unwatched, file.pools
-        )
+        host = await asyncio.to_thread(RayHost, fleet.ray, folder, fleet.exit_unwatched, file.pools)
     else:
         host = ProcessHost(folder, fleet.exit_unwatched, environ)
     # a later controller has a later start, in milliseconds

@@ -99,4 +99,4 @@ class Model:
     def _decayed(self, now: float) -> float:
         if not self.requests:
             return 0.0
-        return self.requests * 0.5 ** (max(0.0, now - self.last_used) / _HALF_LIFE)
+        return self.requests * math.pow(0.5, max(0.0, now - self.last_used) / _HALF_LIFE)

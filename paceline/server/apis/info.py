@@ -33,7 +33,13 @@ from paceline.server.transport.endpoint import JSON_BODY, with_ignored
 from paceline.server.transport.middleware import may_administer, read_object
 from paceline.server.transport.responses import Routes, encoded
 
-__all__ = ["DetokenizeBody", "TokenizeMessagesBody", "TokenizePromptBody", "info_router"]
+__all__ = [
+    "DetokenizeBody",
+    "TokenizeMessagesBody",
+    "TokenizePromptBody",
+    "info_router",
+    "model_card",
+]
 
 _WITH_CONTENT: Final = refused(
     " goes with content; with prompt and messages it is add_special_tokens and return_token_strs",
@@ -91,12 +97,12 @@ def info_router(service: Service) -> Routes:
 
     async def models(_request: Request) -> Response:
         names = service.rules.listed_models
-        return encoded({"object": "list", "data": [_card(service, name) for name in names]})
+        return encoded({"object": "list", "data": [model_card(service, name) for name in names]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         check_model(name, service.rules)
-        return encoded(_card(service, name))
+        return encoded(model_card(service, name))
 
     async def tokenizer_info(_request: Request) -> Response:
         if not service.config.enable_tokenizer_info:
@@ -127,7 +133,7 @@ def info_router(service: Service) -> Routes:
     return routes
 
 
-def _card(service: Service, name: str) -> dict[str, Any]:
+def model_card(service: Service, name: str) -> dict[str, Any]:
     """Return a model or an adapter as vLLM's ``/v1/models`` shows it."""
     adapter, own = service.rules.adapters.get(name), {}
     if adapter is not None and service.adapters is not None:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 from paceline.errors import EngineDeadError, EngineDrainingError, InvalidRequestError
@@ -114,12 +115,13 @@ async def answer_line(
     attempt = 0
     while True:
         try:
-            async with around():
+            async with around(), service.serving(line.body.get("model")) as served:
                 service.refuse_if_draining()
                 arrival = time.monotonic()
-                body = await endpoint(
-                    service, rules or service.rules, line.body, owner, request_id, arrival
-                )
+                own = rules or service.rules
+                if served is not service:
+                    own = replace(served.rules, slo_classes=own.slo_classes)
+                body = await endpoint(served, own, line.body, owner, request_id, arrival)
             return Answer(200, body, request_id)
         except (EngineDeadError, EngineDrainingError):
             raise

@@ -8,13 +8,16 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Final
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 import paceline
 from paceline.core.pooling import EMBED
@@ -42,7 +45,7 @@ from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.protocol.targets import CLASSES
 from paceline.server.settings.config import ServerConfig
 
-__all__ = ["Entry", "Service", "UnderWay", "make_service"]
+__all__ = ["Entry", "Handler", "ModelFinder", "Service", "UnderWay", "make_service"]
 
 _log = logging.getLogger("paceline.server")
 # --no-enable-log-requests silences it
@@ -89,6 +92,22 @@ class UnderWay:
         return [entry for _, entry in sorted(self._entries.items())]
 
 
+# an answer to an exchange, errors included
+Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class ModelFinder(Protocol):
+    """The models of a server that has several."""
+
+    def routed(self, method: str, path: str, handler: Handler) -> Handler:
+        """Return what answers a route: the handler of the model that a request names, or
+        ``handler`` where none is named by requests of this route."""
+
+    def serving(self, model: object) -> AbstractAsyncContextManager[Service]:
+        """Hold the service of a model, which is loaded if it must be. ``model`` is what a body has
+        as its name."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Service:
     """One app's engine and everything around it. Used from the event loop's thread."""
@@ -110,6 +129,10 @@ class Service:
     under_way: UnderWay = field(default_factory=UnderWay)
     # None: the engine has no adapters
     adapters: AdapterNames | None = None
+    # finds the service of the model that a request names; None: there is one model
+    models: ModelFinder | None = None
+    # answers by method and path of the route
+    handlers: dict[tuple[str, str], Handler] = field(default_factory=dict)
     # the server takes no new generation requests any more
     draining: bool = False
     # why the engine is gone; None while it is there
@@ -157,6 +180,10 @@ class Service:
         EngineDeadError otherwise."""
         self.refuse_if_draining()
         self.client.check_health()
+
+    def serving(self, model: object) -> AbstractAsyncContextManager[Service]:
+        """Hold the service of the model that a body names."""
+        return nullcontext(self) if self.models is None else self.models.serving(model)
 
     async def end_side_work(self) -> None:
         """Stop background tasks that serve viewers. They hold no state, so nothing is lost."""
@@ -317,11 +344,19 @@ def _salted(request: GenerationRequest) -> GenerationRequest:
     return msgspec.structs.replace(request, cache_salt=salt)
 
 
-def make_service(client: EngineClient, config: ServerConfig) -> Service:
-    """Return everything of an app that is fixed once the engine is known."""
+def make_service(
+    client: EngineClient, config: ServerConfig, front: Service | None = None
+) -> Service:
+    """Return everything of an app that is fixed once the engine is known.
+
+    Args:
+        front: the service of a server of several models, of which this is one: callers, limits and
+            stored responses are the server's.
+    """
     info = client.info
     template = client.tokenizer.chat_template_source
     names = config.served_model_names or (info.model,)
+    is_first = front is not None and names[0] == front.model_name
     metrics = ServerMetrics(
         info,
         lambda: client.stats,
@@ -331,9 +366,13 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         max_tenants=config.metrics_tenants,
         known_tenants=frozenset(key.name for key in config.api_keys),
     )
-    _listen(client, metrics)
-    readers = SlowReaders()
-    metrics.registry.register(FaultCollector(lambda: client.faults, readers, names[0]))
+    readers = SlowReaders() if front is None else front.slow_readers
+    if is_first and front is not None:
+        # the server's metrics have its client's snapshots already
+        metrics = front.metrics
+    else:
+        _listen(client, metrics)
+        metrics.registry.register(FaultCollector(lambda: client.faults, readers, names[0]))
     adapters: dict[str, NamedAdapter] = {}
     service = Service(
         client=client,
@@ -371,10 +410,19 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         metrics=metrics,
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
-        tracing=Tracing(config.otlp_endpoint, names[0]) if config.otlp_endpoint else None,
-        limiter=_limiter(config, metrics),
         slow_readers=readers,
     )
+    if front is None:
+        if config.otlp_endpoint:
+            service.tracing = Tracing(config.otlp_endpoint, names[0])
+        service.limiter = _limiter(config, metrics)
+    else:
+        service.limiter, service.tracing = front.limiter, front.tracing
+        service.responses = front.responses
+        if is_first:
+            service.under_way = front.under_way
+        else:
+            front.metrics.others.append(metrics)
     if info.adapter_bytes and isinstance(client, AdapterClient):
         service.adapters = AdapterNames(client, config.adapters, names, adapters)
     return service

@@ -29,6 +29,7 @@ from paceline.server.transport.errors import refusal
 __all__ = [
     "GENERATE_PATHS",
     "ExchangeMiddleware",
+    "keep_object",
     "may_administer",
     "principal_of",
     "read_json",
@@ -248,6 +249,15 @@ def read_json(request: Request, config: ServerConfig) -> Awaitable[bytes]:
     return body.read_json(request, config.max_body_bytes, config.bounds)
 
 
-def read_object(request: Request, config: ServerConfig) -> Awaitable[dict[str, Any]]:
-    """Read a JSON body within the bounds of ``config``; see ``http.body.read_object``."""
-    return body.read_object(request, config.max_body_bytes, config.bounds)
+async def read_object(request: Request, config: ServerConfig) -> dict[str, Any]:
+    """Read a JSON body within the bounds of ``config``; see ``http.body.read_object``. One that was
+    read already, to find the model that it names, is handed over once (``keep_object``)."""
+    kept: dict[str, Any] | None = request.scope["state"].pop("body", None)
+    if kept is not None:
+        return kept
+    return await body.read_object(request, config.max_body_bytes, config.bounds)
+
+
+def keep_object(request: Request, value: dict[str, Any]) -> None:
+    """Keep a body for the next ``read_object``."""
+    request.scope["state"]["body"] = value

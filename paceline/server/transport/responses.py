@@ -6,7 +6,7 @@ The 404 of a route that other servers have and this one does not says why.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 from fastapi import APIRouter
@@ -17,7 +17,7 @@ from starlette.routing import Match
 
 from paceline.http.errors import HttpError, Reply, error_response, reply_to
 from paceline.http.fields import show
-from paceline.server.generation.service import Service
+from paceline.server.generation.service import Handler, Service
 from paceline.server.protocol.responses import encode
 from paceline.server.transport.middleware import request_id_of
 
@@ -96,7 +96,6 @@ _log = logging.getLogger("paceline.server")
 
 _METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
-Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 # makes the answer to an error from the reply and the request's id
 Respond: TypeAlias = Callable[[Reply, str], Response]
 
@@ -121,7 +120,12 @@ class Routes(APIRouter):
         **more: Any,
     ) -> None:
         """Add a route; ``extra`` goes into its OpenAPI operation, ``more`` to FastAPI."""
-        answer = answering(self._service, handler, more.pop("respond", self._respond))
+        respond, service = more.pop("respond", self._respond), self._service
+        answer = service.handlers[method, path] = answering(service, handler, respond)
+        if service.models is not None:
+            routed = service.models.routed(method, path, answer)
+            # what a model's own handler raised is an answer already
+            answer = answer if routed is answer else answering(service, routed, respond)
         self.add_api_route(
             path, answer, methods=[method], response_model=None, openapi_extra=extra, **more
         )

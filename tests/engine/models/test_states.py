@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 
 import pytest
 
 from paceline.engine.models.ledger import Account
-from paceline.engine.models.model import ModelSpec, State, Ticket
+from paceline.engine.models.model import Model, ModelSpec, State, Ticket
 from paceline.engine.models.states import Load, ModelStates, Unload
 from paceline.errors import ModelFailedError, ModelRoomError, UnknownModelError
 
 
 def _spec(name: str, size: int = 10, **more: object) -> ModelSpec:
     return ModelSpec(name=name, account=Account(weights=size), **more)  # type: ignore[arg-type]
+
+
+def _is_granted(ticket: Ticket) -> bool:
+    return ticket.is_granted
 
 
 def _load(states: ModelStates, name: str, now: float, seconds: float = 0.5) -> None:
@@ -33,13 +38,13 @@ def _load(states: ModelStates, name: str, now: float, seconds: float = 0.5) -> N
 def test_a_request_waits_for_the_load_and_holds_a_lease() -> None:
     states = ModelStates([_spec("a")], 10)
     ticket = states.ask("a", 0.0)
-    assert not ticket.is_granted
+    assert not _is_granted(ticket)
     action = states.next(0.0)
     assert isinstance(action, Load) and action.model.state is State.LOADING
     assert states.next(0.0) is None, "one load at a time"
     second = states.ask("a", 0.1)
     assert states.loaded_as(action.model, Account(weights=9), 0.5, 0.5)
-    assert ticket.is_granted and second.is_granted and len(action.model.leases) == 2
+    assert _is_granted(ticket) and second.is_granted and len(action.model.leases) == 2
     assert states.ledger.free == 1
     assert states.ask("a", 1.0).is_granted
 
@@ -92,9 +97,9 @@ def test_a_model_takes_requests_again_once_none_waits_for_its_room() -> None:
     held, waits = states.ask("a", 5.0), states.ask("b", 5.0)
     states.next(5.0)
     behind = states.ask("a", 5.0)
-    assert not behind.is_granted
+    assert not _is_granted(behind)
     states.leave(waits, 6.0)
-    assert behind.is_granted and held.is_granted
+    assert _is_granted(behind) and held.is_granted
     states.check_integrity()
 
 
@@ -127,7 +132,7 @@ def test_models_that_all_fit_stay_and_others_go_after_five_minutes() -> None:
     assert ModelStates([_spec("a"), _spec("b")], 20, max_models=1).kept(_model("a")) == 300.0
 
 
-def _model(name: str) -> object:
+def _model(name: str) -> Model:
     return ModelStates([_spec(name)], 100).models[name]
 
 
@@ -215,29 +220,28 @@ def test_random_events_never_unload_a_leased_model(seed: int) -> None:
         for i, size in enumerate(sizes)
     ]
     states = ModelStates(specs, 100, max_models=draw.choice([None, 2, 3]), switch_wait=20.0)
-    now, granted, waiting = 0.0, [], []
+    now = 0.0
+    granted: list[Ticket] = []
+    waiting: list[Ticket] = []
     action: Load | Unload | None = None
     num_granted = 0
     for _ in range(25_000):
         now += draw.expovariate(4.0)
         what = draw.random()
         if what < 0.3:
-            try:
-                waiting.append(states.ask(f"m{draw.randrange(7)}", now, draw.choice([1, math.inf])))
-            except (ModelFailedError, ModelRoomError):
-                pass
+            with contextlib.suppress(ModelFailedError, ModelRoomError):
+                slack = draw.choice([1.0, math.inf])
+                waiting.append(states.ask(f"m{draw.randrange(7)}", now, slack))
         elif what < 0.55 and granted:
-            ticket: Ticket = granted.pop(draw.randrange(len(granted)))
+            ticket = granted.pop(draw.randrange(len(granted)))
             states.leave(ticket, now, draw.choice([None, None, 0.0, 50.0]))
         elif what < 0.6 and waiting:
             states.leave(waiting.pop(draw.randrange(len(waiting))), now)
         elif what < 0.62:
             states.unload(f"m{draw.randrange(7)}")
         elif what < 0.63:
-            try:
+            with contextlib.suppress(ModelRoomError):
                 states.load(f"m{draw.randrange(7)}")
-            except ModelRoomError:
-                pass
         elif what < 0.64:
             resident = [m for m in states.models.values() if m.is_resident]
             busy = action is not None and action.model

@@ -177,10 +177,10 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _now() -> str:
-    return _rfc3339(time.time())
+    return rfc3339(time.time())
 
 
-def _rfc3339(seconds: float) -> str:
+def rfc3339(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -193,7 +193,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 def served_models(service: Service) -> dict[str, Any]:
     """Return the answer to ``/api/tags``."""
-    at = _rfc3339(service.created)
+    at = rfc3339(service.created)
     return {
         "models": [
             {"name": name, "model": name, "modified_at": at, "details": _details(service)}
@@ -217,7 +217,7 @@ def shown_model(service: Service, asked: ShowBody) -> dict[str, Any]:
     info = service.client.info
     template = service.client.tokenizer.chat_template_source
     return {
-        "modified_at": _rfc3339(service.created),
+        "modified_at": rfc3339(service.created),
         "template": template or "",
         "details": _details(service),
         "model_info": {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from paceline.engine.types import EngineInfo, EngineStats
-from paceline.http.exposition import Description, Registry
+from paceline.http.exposition import Description, Registry, merged
 from paceline.server.observability.metrics.engine import EngineMetrics
 from paceline.server.observability.metrics.requests import RequestMetrics, TenantMetrics
 
@@ -142,6 +142,8 @@ class ServerMetrics:
         self._age.number("gauge", _AGE, "Seconds since these numbers were put together.")
         self._process_registry = CollectorRegistry()
         ProcessCollector(registry=self._process_registry)
+        # of the other models of a server that has several: rendered with these
+        self.others: list[ServerMetrics] = []
         self._process_text = ""
         self._process_at = -_PROCESS_SECONDS
 
@@ -204,7 +206,12 @@ class ServerMetrics:
         if now - self._process_at >= _PROCESS_SECONDS:
             self._process_text = generate_latest(self._process_registry).decode()
             self._process_at = now
-        return (self.registry.render() + self._process_text + self._age.render()).encode()
+        text = self.registry.render()
+        if self.others:
+            for other in self.others:
+                other._refresh(now)
+            text = merged(text, *(other.registry.render() for other in self.others))
+        return (text + self._process_text + self._age.render()).encode()
 
     def _refresh(self, now: float) -> None:
         """Copy the numbers of the engine and the clock."""

@@ -1,0 +1,183 @@
+"""From the name in a request to the service of its model, held by a lease.
+
+::
+
+    route of the server --> body or query read, name found --> lease --> the model's own handler
+                                                               `--> ends with the answer's last byte
+
+Handlers of each model are made once, over a service of its own, when it is first in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.engine.models.model import Model, State
+from paceline.engine.models.pool import ModelPool
+from paceline.errors import InvalidRequestError
+from paceline.http.errors import HttpError, public
+from paceline.http.fields import show
+from paceline.http.sse import unless_disconnected
+from paceline.server.generation.service import Handler, Service, make_service
+from paceline.server.settings.config import ServerConfig
+from paceline.server.transport.middleware import GENERATE_PATHS, keep_object, read_object
+
+__all__ = ["Models", "seconds_of"]
+
+# routes whose body names a model, in addition to those that generate
+_BY_BODY: Final = GENERATE_PATHS | {
+    "/invocations", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize",
+    "/detokenize", "/apply-template", "/api/show",
+}  # fmt: skip
+# routes about one model, which the query may name
+_BY_QUERY: Final = frozenset({"/props", "/slots", "/tokenizer_info"})
+_TAG: Final = ":latest"
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Models:
+    """A ``ModelFinder``.
+
+    Args:
+        configs: the settings of each model's service, by name; read when it is first in memory.
+        first: the model of requests that name none.
+        routers: make the routes of a service.
+    """
+
+    def __init__(
+        self,
+        pool: ModelPool,
+        front: Service,
+        configs: Mapping[str, Callable[[], ServerConfig]],
+        first: str,
+        routers: Sequence[Callable[[Service], object]],
+    ) -> None:
+        self.pool, self.front, self.first = pool, front, first
+        self._configs, self._routers = configs, routers
+        self.services: dict[str, Service] = {}
+        self._making: dict[str, asyncio.Task[Service]] = {}
+
+    def routed(self, method: str, path: str, handler: Handler) -> Handler:
+        by_body = method == "POST" and path in _BY_BODY
+        if not by_body and not (method == "GET" and path in _BY_QUERY):
+            return handler
+
+        async def answer(request: Request) -> Response:
+            self.front.refuse_if_draining()
+            body: dict[str, Any] = {}
+            if by_body:
+                body = await read_object(request, self.front.config)
+                keep_object(request, body)
+                name = body.get("model")
+                if name is None and path == "/api/show":
+                    name = body.get("name")
+            else:
+                name = request.query_params.get("model")
+            if request.query_params.get("autoload") in ("0", "false"):
+                self._check_loaded(name)
+            keep_alive = seconds_of(body.get("keep_alive")) if path.startswith("/api/") else None
+            ticket = self.pool.ask(self.known(name))
+            try:
+                if not ticket.is_granted and by_body:
+                    # a caller who leaves waits no longer
+                    await unless_disconnected(request.receive, self.pool.granted(ticket))
+                else:
+                    await self.pool.granted(ticket)
+                service = await self._service(ticket.model.name)
+                response = await service.handlers[method, path](request)
+            except BaseException:
+                self.pool.give(ticket, keep_alive)
+                raise
+            return _Held(response, lambda: self.pool.give(ticket, keep_alive))
+
+        return answer
+
+    @asynccontextmanager
+    async def serving(self, model: object) -> AsyncGenerator[Service, None]:
+        name = self.known(model)
+        async with self.pool.lease(name):
+            yield await self._service(self.pool.states.find(name).name)
+
+    def known(self, name: object) -> str:
+        """Return the name of a model, as it may be leased; the first for none, and for what is no
+        text, which its own handler refuses. Raises UnknownModelError."""
+        if not isinstance(name, str) or not name:
+            return self.first
+        if name.endswith(_TAG) and name not in self.pool.states.models:
+            name = name.removesuffix(_TAG)
+        return self.pool.states.find(name).name
+
+    def shown_reason(self, model: Model) -> str:
+        """Return why a model failed, without paths of this machine."""
+        return public(model.reason)
+
+    def _check_loaded(self, name: object) -> None:
+        model = self.pool.states.find(self.known(name))
+        if model.state is not State.READY:
+            raise HttpError(
+                400, f"the model {show(model.name)} is {model.state.value}, and autoload is off"
+            )
+
+    async def _service(self, name: str) -> Service:
+        """Return the service of a model in memory."""
+        if name not in self.services:
+            if name not in self._making:
+                making = self._making[name] = asyncio.create_task(self._make(name))
+                making.add_done_callback(lambda _: self._making.pop(name, None))
+            await asyncio.shield(self._making[name])
+        return self.services[name]
+
+    async def _make(self, name: str) -> Service:
+        # it reads files
+        config = await asyncio.to_thread(self._configs[name])
+        service = make_service(self.pool.clients[name], config, self.front)
+        for router in self._routers:
+            router(service)
+        self.services[name] = service
+        return service
+
+
+class _Held(Response):
+    """An answer that ends a lease once it is sent."""
+
+    def __init__(self, answer: Response, done: Callable[[], None]) -> None:
+        super().__init__()
+        self._answer, self._done = answer, done
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._done()
+
+
+def seconds_of(value: object) -> float | None:
+    """Return a duration as Ollama takes it: a number of seconds, or a text such as "1h30m"; below 0
+    for ever. None for none. Raises InvalidRequestError."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+        return math.inf if value < 0 else float(value)
+    if isinstance(value, str):
+        text = value.strip()
+        if re.fullmatch(r"-.+", text):
+            return math.inf
+        if re.fullmatch(r"\d+(\.\d+)?", text):
+            return float(text)
+        parts = _DURATION.findall(text)
+        if parts and "".join(number + unit for number, unit in parts) == text:
+            return sum(float(number) * _UNITS[unit] for number, unit in parts)
+    raise InvalidRequestError(
+        f"keep_alive must be seconds or a duration such as 5m, got {show(value)}", "keep_alive"
+    )
