@@ -25,11 +25,10 @@ from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.block_options import add_block_options, block_settings
 from paceline.cli.flags.explicit_flags import given_flags
 from paceline.cli.flags.limit_options import add_limit_options, limit_settings
+from paceline.cli.flags.model_options import add_models_options, given_models
 from paceline.cli.flags.options import (
-    DEFAULT_MODEL,
     add_admission_options,
     add_engine_options,
-    add_model_argument,
     engine_settings,
 )
 from paceline.cli.flags.scheduling_options import ignored_flags
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from paceline.cli.elsewhere.rows import Note
+    from paceline.cli.flags.model_options import GivenModel
     from paceline.cli.flags.settings import EngineSettings
     from paceline.engine.types import EngineInfo
     from paceline.http.keys import ApiKey
@@ -97,7 +97,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Serve a model over the OpenAI API.",
         epilog=_EPILOG,
     )
-    add_model_argument(parser)
+    add_models_options(parser)
     add_server_options(parser)
     add_limit_options(parser)
     add_engine_options(parser)
@@ -105,7 +105,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add_adapter_options(parser)
     add_block_options(parser)
     add_batch_options(parser)
-    parser.set_defaults(run=run, given=partial(given_flags, parser))
+    parser.set_defaults(run=partial(run, parser=parser), given=partial(given_flags, parser))
     parser.rewrite = _rewrite
     parser.shown_first = _FIRST
 
@@ -122,7 +122,7 @@ def _rewrite(args: list[str], known: Collection[str]) -> tuple[list[str], tuple[
     return [*before, *args], (*variables, *flags)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, *, parser: Parser) -> int:
     from paceline.cli.terminal.logs import configure_logging
     from paceline.http.listening import bind
     from paceline.http.tls import check_tls_files
@@ -134,7 +134,8 @@ def run(args: argparse.Namespace) -> int:
         _log.info("flag given=%s here=%s", note.given, note.here)
     _refuse_repeated("--slo-class", [each.slo_class for each in args.slo_class])
     _refuse_repeated("--served-model-name", args.served_model_name)
-    if args.model == DEFAULT_MODEL and args.model_flag is None:
+    models = given_models(args)
+    if not args.models and not args.model_flags:
         for flag, values in (
             ("--api-key", args.api_key), ("--served-model-name", args.served_model_name),
         ):  # fmt: skip
@@ -159,11 +160,12 @@ def run(args: argparse.Namespace) -> int:
             )
         if not api_keys:
             _warn_if_reachable(listener)
-        settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
-        settings = settings.changed(**adapters, **blocks)
         # an engine publishes its timeline only if the server shows it
         kept = args.ui and args.timeline and args.timeline_history > 0
-        settings = replace(settings, timeline=kept)
+        if models:
+            return _run_several(parser, args, models, kept, api_keys, listener, metrics_listener)
+        settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
+        settings = replace(settings.changed(**adapters, **blocks), timeline=kept)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
         # imported here: it opens the model
@@ -193,6 +195,59 @@ def run(args: argparse.Namespace) -> int:
                 )  # fmt: skip
             finally:
                 plan.making.stop()
+
+
+def _run_several(
+    parser: Parser,
+    args: argparse.Namespace,
+    models: Sequence[GivenModel],
+    timeline: bool,
+    api_keys: tuple[ApiKey, ...],
+    listener: socket.socket,
+    metrics_listener: socket.socket | None,
+) -> int:
+    """Serve several models; nothing of this is imported for one."""
+    import asyncio
+
+    from paceline.cli.serve.several import prepare, start_pool
+    from paceline.engine.models.front import FrontClient
+    from paceline.server.app import SeveralModels
+    from paceline.server.lifecycle import serve
+    from paceline.web.routes import ui_router
+
+    several = prepare(parser, args, models, timeline=timeline)
+
+    def config_of(name: str) -> ServerConfig:
+        spec = next(spec for spec in several.specs if spec.name == name)
+        config = _server_config(
+            several.arguments[name], several.settings[name], api_keys, listener.getsockname()[1]
+        )
+        return replace(config, served_model_names=(name, *spec.aliases))
+
+    async def served() -> int:
+        pool, first = await start_pool(several, args, successor)
+        client = FrontClient(pool, first)
+
+        def ready(host: str, port: int) -> None:
+            more = f"one of {len(several.specs)} models"
+            tls = args.ssl_certfile is not None
+            print(
+                ready_line(client.info, first, host, port, tls=tls, taken_over=(more,)), flush=True
+            )
+
+        configs = {name: partial(config_of, name) for name in several.settings}
+        return await serve(
+            client,
+            config_of(first),
+            listener=listener,
+            metrics_listener=metrics_listener,
+            on_ready=ready,
+            page=ui_router,
+            models=SeveralModels(pool=pool, configs=configs, first=first),
+        )
+
+    with asyncio.Runner() as runner:
+        return runner.run(served())
 
 
 def _refuse_model_in(flag: str, values: Sequence[str]) -> None:

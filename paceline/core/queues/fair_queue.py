@@ -51,9 +51,9 @@ def adapter_of(request: Request) -> str:
 class FairQueue:
     """One queue per tenant; the tenant served least goes first.
 
-    A tenant that asks for adapters has one queue for each of them and one for the model, which share
-    what the tenant gets, likewise by what they were served: so a flood of one adapter does not
-    hold up the others, and a tenant gains nothing by many names.
+    A tenant that asks for adapters has one queue for each of them and one for the model, which
+    share what the tenant gets, likewise by what they were served: so a flood of one adapter does
+    not hold up the others, and a tenant gains nothing by many names.
 
     A tenant that returns from idle enters at a level, the virtual time of fair queueing (Demers,
     Keshav and Shenker, SIGCOMM'89): the counter that an always waiting tenant would have if tokens

@@ -88,6 +88,12 @@ class ModelStates:
             if model.spec.broken:
                 self._fail(model, model.spec.broken, math.inf)
 
+    @property
+    def places(self) -> int:
+        """Models that may be loaded without another going, as far as their number goes."""
+        most = len(self.models) if self._max is None else self._max
+        return most - len(self.ledger.accounts)
+
     # ------------------------------------------------------------------ events in
 
     def find(self, name: str) -> Model:

@@ -117,6 +117,11 @@ class Models:
             name = name.removesuffix(_TAG)
         return self.pool.states.find(name).name
 
+    async def make_all(self) -> None:
+        """Make the services of all models that were in memory, to be described."""
+        for name in tuple(self.pool.clients):
+            await self._service(name)
+
     def shown_reason(self, model: Model) -> str:
         """Return why a model failed, without paths of this machine."""
         return public(model.reason)

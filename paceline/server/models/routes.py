@@ -73,10 +73,12 @@ def _open_ai(models: Models) -> Routes:
     routes = Routes(models.front)
 
     async def listed(_request: Request) -> Response:
+        await models.make_all()
         cards = [_card(models, model) for model in models.pool.states.models.values()]
         return encoded({"object": "list", "data": cards})
 
     async def one(request: Request) -> Response:
+        await models.make_all()
         name = models.known(request.path_params["name"])
         return encoded(_card(models, models.pool.states.find(name)))
 
@@ -90,6 +92,7 @@ def _llama(models: Models) -> Routes:
     routes = Routes(front, lambda reply, _: error_response(reply, llama_error_body(reply)))
 
     async def listed(_request: Request) -> Response:
+        await models.make_all()
         found = [_llama_card(models, model) for model in pool.states.models.values()]
         return encoded({"object": "list", "data": found})
 
@@ -127,9 +130,11 @@ def _ollama(models: Models) -> Routes:
     routes = Routes(front, lambda reply, _: error_response(reply, ollama_error_body(reply)))
 
     async def tags(_request: Request) -> Response:
+        await models.make_all()
         return encoded({"models": [_ollama_card(models, m) for m in pool.states.models.values()]})
 
     async def running(_request: Request) -> Response:
+        await models.make_all()
         resident = [m for m in pool.states.models.values() if m.is_resident]
         return encoded({"models": [_running_card(models, model) for model in resident]})
 

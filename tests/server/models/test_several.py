@@ -1,0 +1,264 @@
+"""A server of several null models: every API finds its model; lists, loads, refusals, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.backends.reference.null import NullBackend
+from paceline.engine.models.front import FrontClient
+from paceline.engine.models.model import State
+from paceline.engine.models.pool import ModelPool
+from paceline.engine.testing import null_pool
+from paceline.errors import CheckpointError, InvalidRequestError
+from paceline.http.keys import ApiKey
+from paceline.server import ServerConfig, create_app
+from paceline.server.app import SeveralModels
+from paceline.server.models.finding import seconds_of
+from tests.server.helpers import VOCAB, chat_body, connect, events, metric, scrape
+
+# a context length of its own tells a model apart
+LENGTHS = {"small": 256, "large": 512, "huge": 512, "broken": 128}
+
+
+def _backend(name: str) -> NullBackend:
+    if name == "broken":
+        raise CheckpointError("/models/broken.gguf is truncated: 10 of 20 bytes")
+    return NullBackend(vocab_size=VOCAB, max_model_len=LENGTHS[name], step_time=0.001)
+
+
+@asynccontextmanager
+async def _server(
+    memory: int = 30, **config: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, ModelPool]]:
+    mib = 2**20
+    sizes = {"small": 10 * mib, "large": 20 * mib, "huge": 99 * mib, "broken": 10 * mib}
+    aliases = {"small": {"aliases": ("tiny",)}}
+    pool = await null_pool(sizes, memory * mib, _backend, specs=aliases)
+
+    def config_of(name: str) -> ServerConfig:
+        names = (name, *aliases.get(name, {}).get("aliases", ()))
+        return ServerConfig(served_model_names=names, **config)
+
+    several = SeveralModels(
+        pool=pool,
+        configs={name: (lambda name=name: config_of(name)) for name in sizes},  # type: ignore[misc]
+        first="small",
+    )
+    app = create_app(FrontClient(pool, "small"), config_of("small"), models=several)
+    async with connect(app) as http:
+        yield http, pool
+    assert not any(model.leases for model in pool.states.models.values()), "a lease was kept"
+    pool.states.check_integrity()
+    await pool.close()
+
+
+async def _unloaded(pool: ModelPool, name: str) -> None:
+    while pool.states.models[name].state is not State.UNLOADED:
+        await pool.changed()
+
+
+async def test_a_request_is_answered_by_the_model_that_it_names() -> None:
+    async with _server() as (http, pool):
+        for name, shown in (("small", "small"), ("tiny", "small"), ("large", "large")):
+            body = chat_body(model=name, max_tokens=4)
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200 and answer.json()["model"] == shown, answer.text
+        streamed = await http.post("/v1/chat/completions", json=body | {"stream": True})
+        assert events(streamed.text)[0]["model"] == "large"
+        # none named: the first
+        answer = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+        assert answer.json()["model"] == "small"
+        # limits are the model's own
+        prompt = "x" * 300
+        long = {"model": "large", "prompt": prompt, "max_tokens": 2}
+        assert (await http.post("/v1/completions", json=long)).status_code == 200
+        answer = await http.post("/v1/completions", json=long | {"model": "small"})
+        assert answer.status_code == 400 and "256" in answer.text
+        assert pool.states.models["large"].state is State.READY
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "at"),
+    [
+        ("/v1/messages", {"max_tokens": 2, **chat_body()}, "model"),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 16}, "model"),
+        ("/api/chat", chat_body(stream=False, options={"num_predict": 2}), "model"),
+        ("/api/generate", {"prompt": "x", "stream": False, "options": {"num_predict": 2}}, "model"),
+        ("/completion", {"prompt": "x", "n_predict": 2}, "model"),
+        ("/tokenize", {"prompt": "hi"}, "max_model_len"),
+    ],
+)
+async def test_every_api_finds_its_model(path: str, body: dict[str, Any], at: str) -> None:
+    async with _server() as (http, _):
+        answer = await http.post(path, json=body | {"model": "large"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()[at] == {"model": "large", "max_model_len": 512}[at]
+        unknown = await http.post(path, json=body | {"model": "unknown"})
+        assert unknown.status_code == 404, unknown.text
+
+
+async def test_get_routes_take_the_model_from_the_query() -> None:
+    async with _server() as (http, pool):
+        await pool.load("large")
+        answer = await http.get("/props", params={"model": "large"})
+        assert answer.json()["default_generation_settings"]["n_ctx"] == 512
+        assert (await http.get("/props")).json()["default_generation_settings"]["n_ctx"] == 256
+
+
+async def test_lists_show_states_reasons_and_memory() -> None:
+    async with _server() as (http, _):
+        await http.post("/v1/completions", json={"model": "broken", "prompt": "hi"})
+        cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}
+        assert cards["small"]["status"]["value"] == "ready"
+        assert cards["small"]["aliases"] == ["tiny"]
+        assert cards["large"]["status"]["value"] == "known"
+        failed = cards["broken"]["status"]
+        assert failed["value"] == "failed" and "truncated: 10 of 20 bytes" in failed["reason"]
+        assert "/models/" not in failed["reason"], "a path of this machine"
+        assert (await http.get("/v1/models/tiny")).json()["id"] == "small"
+        assert (await http.get("/v1/models/unknown")).status_code == 404
+        llama = {card["id"]: card for card in (await http.get("/models")).json()["data"]}
+        assert llama["small"]["status"]["value"] == "loaded"
+        assert llama["broken"]["status"]["failed"] is True
+        tags = (await http.get("/api/tags")).json()["models"]
+        assert [each["name"] for each in tags] == ["small", "large", "huge", "broken"]
+        (running,) = (await http.get("/api/ps")).json()["models"]
+        assert running["name"] == "small" and running["size"] == 10 * 2**20
+        assert running["context_length"] == 256
+
+
+async def test_what_cannot_be_served_says_why_and_stops_nothing() -> None:
+    async with _server() as (http, _):
+        body = {"prompt": "hi", "max_tokens": 2}
+        broken = await http.post("/v1/completions", json=body | {"model": "broken"})
+        assert broken.status_code == 503 and "truncated" in broken.text
+        assert int(broken.headers["retry-after"]) > 30
+        huge = await http.post("/v1/completions", json=body | {"model": "huge"})
+        assert huge.status_code == 507
+        assert "99 MiB" in huge.text and "30 MiB" in huge.text
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        cold = await http.post("/v1/completions?autoload=false", json=body | {"model": "large"})
+        assert cold.status_code == 400 and "known" in cold.text
+
+
+async def test_models_are_loaded_unloaded_and_pinned_by_callers() -> None:
+    async with _server() as (http, pool):
+        assert (await http.post("/models/load", json={"model": "large"})).json() == {
+            "success": True
+        }
+        assert pool.states.models["large"].state is State.READY
+        assert (await http.post("/models/unload", json={"model": "large"})).status_code == 200
+        await _unloaded(pool, "large")
+        assert (await http.post("/models/pin", json={"model": "tiny"})).status_code == 200
+        # a pinned model makes no way
+        assert pool.states.models["small"].spec.pinned
+        assert (await http.post("/models/load", json={"model": "unknown"})).status_code == 404
+        assert (await http.post("/models/load", json={"model": "huge"})).status_code == 507
+
+
+async def test_only_admins_change_models() -> None:
+    keys = (
+        ApiKey.of("user", "user", "sk-user-key"),
+        ApiKey.of("boss", "admin", "sk-boss-key"),
+    )
+    async with _server(api_keys=keys) as (http, _):
+        body = {"model": "large"}
+        user, boss = ({"Authorization": f"Bearer sk-{who}-key"} for who in ("user", "boss"))
+        assert (await http.post("/models/load", json=body)).status_code == 401
+        assert (await http.post("/models/load", json=body, headers=user)).status_code == 403
+        assert (await http.post("/models/load", json=body, headers=boss)).status_code == 200
+
+
+async def test_ollamas_empty_prompt_loads_and_its_keep_alive_unloads() -> None:
+    async with _server() as (http, pool):
+        large = pool.states.models["large"]
+        loaded = await http.post("/api/generate", json={"model": "large:latest", "stream": False})
+        assert loaded.json()["done_reason"] == "load" and large.state is State.READY
+        await http.post("/api/generate", json={"model": "large", "keep_alive": "1h30m"})
+        assert pool.states.kept(large) == 5400.0
+        gone = await http.post(
+            "/api/generate", json={"model": "large", "keep_alive": 0, "stream": False}
+        )
+        assert gone.json()["done_reason"] == "unload"
+        await _unloaded(pool, "large")
+        assert (await http.post("/api/pull", json={"model": "large"})).status_code == 200
+        assert (await http.post("/api/pull", json={"model": "other"})).status_code == 404
+
+
+async def test_changes_are_followed_as_events() -> None:
+    async with _server() as (http, pool):
+        app = http._transport.app  # type: ignore[attr-defined]
+        received: list[bytes] = []
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            received.append(message.get("body", b""))
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+            "path": "/models/sse", "raw_path": b"/models/sse", "query_string": b"", "headers": [],
+            "server": ("test", 80), "client": ("test", 1), "scheme": "http",
+        }  # fmt: skip
+        following = asyncio.create_task(app(scope, receive, send))
+        while b"broken" not in b"".join(received):
+            await asyncio.sleep(0)
+        await pool.load("large")
+        while b"".join(received).count(b'"large"') < 2:
+            await asyncio.sleep(0)
+        gone.set()
+        await following
+        lines = b"".join(received).decode().split("\n\n")
+        shown = [json.loads(each.removeprefix("data: ")) for each in lines if "data:" in each]
+        assert [each["data"]["state"] for each in shown if each["model"] == "large"][-1] in (
+            "loading", "ready",
+        )  # fmt: skip
+
+
+async def test_metrics_have_series_of_each_model_under_one_head() -> None:
+    async with _server() as (http, _):
+        for name, count in (("small", 3), ("large", 5)):
+            body = {"model": name, "prompt": "hi", "max_tokens": count, "ignore_eos": True}
+            await http.post("/v1/completions", json=body)
+        text = await scrape(http)
+        for name, count in (("small", 3), ("large", 5)):
+            assert metric(text, "vllm:generation_tokens_total", model_name=name) == count
+        heads = [line for line in text.splitlines() if line.startswith("# TYPE ")]
+        assert len(heads) == len(set(heads))
+        assert text.count("# TYPE http_requests_total ") == 1
+
+
+async def test_a_batch_line_names_its_model() -> None:
+    from paceline.server.batches.answering import answer_line
+    from paceline.server.batches.lines import BatchLine
+
+    async with _server() as (http, _):
+        service = http._transport.app.state.service  # type: ignore[attr-defined]
+        body = {"model": "large", "prompt": "x" * 300, "max_tokens": 2}
+        line = BatchLine(index=0, custom_id="1", digest="", url="/v1/completions", body=body)
+        answer = await answer_line(service, line, "r")
+        assert answer.status == 200 and b'"large"' in answer.body
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(None, None), (0, 0.0), ("5m", 300.0), ("1h30m", 5400.0), (-1, float("inf")), ("90", 90.0)],
+)
+def test_durations_as_ollama_has_them(given: object, seconds: float | None) -> None:
+    assert seconds_of(given) == seconds
+
+
+@pytest.mark.parametrize("given", [True, "soon", "5 minutes", [], float("nan")])
+def test_other_durations_are_refused(given: object) -> None:
+    with pytest.raises(InvalidRequestError, match="keep_alive"):
+        seconds_of(given)
