@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.engine.adapters.store import AdapterStore
     from paceline.engine.blocks.keeper import BlockKeeper
     from paceline.engine.core import EngineCore
-    from paceline.engine.protocol import Tokenizer
+    from paceline.engine.protocol import Sharing, Tokenizer
     from paceline.engine.types import EngineInfo
 
 __all__ = [
@@ -341,10 +341,24 @@ def build_core(
             adapters=_adapter_store(settings, backend, settings.lora_bytes or 0),
             blocks=_keeper_maker(settings, backend),
         )
+        if settings.turn is not None:
+            core.turn = _take_turns(backend, settings.turn, settings.turn_weight)
     except BaseException:
         backend.close()
         raise
     return core, engine_info(core, settings.model_name)
+
+
+def _take_turns(backend: ModelBackend, page: str, weight: float) -> Sharing | None:
+    """Have a backend compute in turns with the other engines of its server; None: on a device of
+    its own it needs none."""
+    from paceline.engine.models.turn import SharingBackend, Turn
+
+    if backend.info.device != "cpu" or not isinstance(backend, SharingBackend):
+        return None
+    turn = Turn(Path(page), weight)
+    backend.take_turns(turn)
+    return turn
 
 
 def build_tokenizer(settings: EngineSettings) -> Tokenizer:

@@ -21,6 +21,7 @@ This module does not know time (``now`` is an argument), tensors, text or transp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -153,6 +154,22 @@ class Scheduler:
 
     # ------------------------------------------------------------------ plans out
 
+    def share(self, away_s: float, longest_s: float) -> None:
+        """Plan from now on for processors that other engines use too.
+
+        Args:
+            away_s: seconds that they take between two steps; 0: none.
+            longest_s: predicted seconds of the longest step that leaves them their pace; chunks of
+                prompts are made no larger.
+        """
+        self.state.chunk.away_s, self.state.chunk.longest_s = away_s, longest_s
+
+    @property
+    def tightest_tpot(self) -> float:
+        """Return the least TPOT target of running requests; infinite: none has one."""
+        tpots = (request.targets.tpot for request in self._running.requests)
+        return min((tpot for tpot in tpots if tpot is not None), default=math.inf)
+
     @property
     def plan_at(self) -> float:
         """Best time to plan the next step while one runs: shortly before that one ends, so that
@@ -175,7 +192,7 @@ class Scheduler:
             self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         if self._num_adapted:
             self.step_time.expect_adapters(self._adapters)
-        starts = self._steps.starts(now)
+        starts = self._steps.starts(now) + self.state.chunk.away_s
         self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held = self.wake_at is not None
         step = self._pacing.begin(now, starts, held=held)

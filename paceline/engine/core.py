@@ -26,6 +26,7 @@ from paceline.core.stats import SchedulerStats
 from paceline.engine.adapters.store import AdapterStore
 from paceline.engine.blocks.keeper import BlockKeeper
 from paceline.engine.finished_answers import FinishedAnswers
+from paceline.engine.protocol import Sharing
 from paceline.engine.recorder import Recorder, Recorders
 from paceline.errors import ConfigError, EngineDeadError
 from paceline.speculation.drafts import DrafterMaker, Drafts
@@ -103,6 +104,8 @@ class EngineCore:
         self.num_steps = 0
         # called with every plan before it is executed
         self.on_plan: Callable[[SchedulerOutput], None] | None = None
+        # who else computes on these processors; None: no other engine
+        self.turn: Sharing | None = None
 
     @property
     def info(self) -> BackendInfo:
@@ -180,6 +183,8 @@ class EngineCore:
                 self._await_planning()
                 take_arrivals()
             now = self._clock()
+            if self.turn is not None:
+                self.scheduler.share(*self.turn.neighbours(now))
             plan = self.scheduler.schedule(now)
             self._has_news = False
             if not plan.rows:
@@ -191,6 +196,9 @@ class EngineCore:
                 self._recorder.planned(plan, now, note)
             if self.blocks is not None:
                 self.blocks.save_evicted()
+            if self.turn is not None and note is not None:
+                due = now + note.limit_s + note.predicted_s
+                self.turn.planned(note.predicted_s, due, self.scheduler.tightest_tpot)
             self._in_flight.append((plan, now, self._backend.execute(plan)))
         if not self._in_flight:
             if self.scheduler.has_unfinished and self.wake_at is None:

@@ -18,7 +18,7 @@ from paceline.engine.types import (
 )
 from paceline.errors import EngineDeadError
 
-__all__ = ["AdapterClient", "EngineClient", "Sink", "Tokenizer"]
+__all__ = ["AdapterClient", "EngineClient", "Sharing", "Sink", "Tokenizer"]
 
 # The fast path of an output: called on the event loop as soon as the output exists, instead of
 # waking the iterator's reader. True: accepted, the iterator will not yield it. False: the iterator
@@ -124,6 +124,19 @@ class AdapterClient(Protocol):
 
     def unload_adapter(self, key: str) -> None:
         """Forget an adapter: its memory goes with the last request that uses it."""
+
+
+class Sharing(Protocol):
+    """Processors that several engines share (``engine.models.turn``), as one engine's core sees
+    it. Times are seconds of the core's clock."""
+
+    def neighbours(self, now: float) -> tuple[float, float]:
+        """Return the seconds that others will take between two steps, and the longest step that
+        leaves them their pace; called before each plan."""
+
+    def planned(self, seconds: float, due: float, tightest_tpot: float) -> None:
+        """Note a step before it is executed: predicted seconds, the time by which it must have
+        ended, and the least TPOT target among running requests; infinite: none."""
 
 
 class EngineClient(Protocol):

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
@@ -71,6 +72,15 @@ class Runner(Protocol):
 Loaded: TypeAlias = tuple[Runner, BackendInfo, ModelAdapters | None]
 
 
+def _in_turn(
+    turn: AbstractContextManager[object],
+    run: Callable[[SchedulerOutput], StepResult],
+    plan: SchedulerOutput,
+) -> StepResult:
+    with turn:
+        return run(plan)
+
+
 class WorkerBackend:
     """A ``core.backend.ModelBackend`` that runs plans on its own thread, of everything that runs a
     model. All of a model's work is done on that thread, loading included. Two backends in one
@@ -84,6 +94,8 @@ class WorkerBackend:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="paceline-model")
         self._mask_thread: ThreadPoolExecutor | None = None
         self._runner: Runner | None = None
+        # None: no other engine computes on these processors
+        self._turn: AbstractContextManager[object] | None = None
         try:
             self._runner, self._info, self._adapters = self._executor.submit(build).result()
         except BaseException:
@@ -98,7 +110,14 @@ class WorkerBackend:
         """Queue one step. Raises RuntimeError after ``close``."""
         if self._runner is None:
             raise RuntimeError("the backend is closed")
-        return self._executor.submit(self._runner.run, plan)
+        run = self._runner.run
+        if self._turn is None:
+            return self._executor.submit(run, plan)
+        return self._executor.submit(_in_turn, self._turn, run, plan)
+
+    def take_turns(self, turn: AbstractContextManager[object]) -> None:
+        """Compute each step within ``turn``."""
+        self._turn = turn
 
     def constrain(self, matchers: MatcherSource) -> None:
         assert self._runner is not None, "constrain() after close()"

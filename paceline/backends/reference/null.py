@@ -22,6 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -134,6 +135,7 @@ class NullBackend:
         self._states: dict[str, _State] = {}
         self._executor = ThreadPoolExecutor(max_workers=1) if self.step_time > 0 else None
         self._matchers: MatcherSource | None = None
+        self._turn: AbstractContextManager[object] = nullcontext()
 
     @property
     def info(self) -> BackendInfo:
@@ -142,8 +144,12 @@ class NullBackend:
     def constrain(self, matchers: MatcherSource) -> None:
         self._matchers = matchers
 
+    def take_turns(self, turn: AbstractContextManager[object]) -> None:
+        """Compute each step within ``turn``."""
+        self._turn = turn
+
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
-        return self._submit(partial(self._run, plan))
+        return self._submit(partial(self._in_turn, plan))
 
     def block_layout(self) -> tuple[int, str] | None:
         return None if self.num_window_blocks else (8 * self.block_size, "null")
@@ -174,6 +180,10 @@ class NullBackend:
         future: Future[_T] = Future()
         future.set_result(work())
         return future
+
+    def _in_turn(self, plan: SchedulerOutput) -> StepResult:
+        with self._turn:
+            return self._run(plan)
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
         started = time.monotonic()

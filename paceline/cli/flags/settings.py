@@ -83,6 +83,10 @@ class EngineSettings:
     kv_store_bytes: int = 8 << 30
     kv_port: int | None = None
     kv_host: str = "127.0.0.1"
+    # page of the turns with other engines of the server, and this one's weight there; None: there
+    # are no others
+    turn: str | None = None
+    turn_weight: float = 1.0
 
     def __post_init__(self) -> None:
         load = self.load

@@ -163,7 +163,9 @@ def run(args: argparse.Namespace, *, parser: Parser) -> int:
         # an engine publishes its timeline only if the server shows it
         kept = args.ui and args.timeline and args.timeline_history > 0
         if models:
-            return _run_several(parser, args, models, kept, api_keys, listener, metrics_listener)
+            return _run_several(
+                parser, args, models, kept, api_keys, listener, metrics_listener, sockets
+            )
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
         settings = replace(settings.changed(**adapters, **blocks), timeline=kept)
         if args.record is not None:
@@ -205,17 +207,23 @@ def _run_several(
     api_keys: tuple[ApiKey, ...],
     listener: socket.socket,
     metrics_listener: socket.socket | None,
+    stack: contextlib.ExitStack,
 ) -> int:
     """Serve several models; nothing of this is imported for one."""
     import asyncio
+    import tempfile
 
     from paceline.cli.serve.several import prepare, start_pool
     from paceline.engine.models.front import FrontClient
+    from paceline.engine.models.turn import make_page
     from paceline.server.app import SeveralModels
     from paceline.server.lifecycle import serve
     from paceline.web.routes import ui_router
 
-    several = prepare(parser, args, models, timeline=timeline)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
+    turns = Path(folder) / "turns"
+    make_page(turns)
+    several = prepare(parser, args, models, timeline=timeline, turns=turns)
 
     def config_of(name: str) -> ServerConfig:
         spec = next(spec for spec in several.specs if spec.name == name)

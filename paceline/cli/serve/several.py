@@ -65,11 +65,13 @@ def prepare(
     models: Sequence[GivenModel],
     *,
     timeline: bool,
+    turns: Path,
 ) -> Several:
     """Return the models; reads the headers of their files, and fetches those named by the hub.
 
     Args:
         timeline: the page shows the steps of the first model.
+        turns: the page by which engines take turns.
 
     Raises:
         ConfigError, CheckpointError: one on the command line cannot be served. One of --models-dir
@@ -89,7 +91,10 @@ def prepare(
             account, kv_bytes = _account(made, memory, given.weight / weights)
             if kv_bytes is not None:
                 made = made.changed(kv_cache_bytes=kv_bytes)
-            made = replace(made, model_name=name, timeline=timeline and not settings)
+            made = replace(
+                made, model_name=name, timeline=timeline and not settings,
+                turn=str(turns), turn_weight=given.weight,
+            )  # fmt: skip
             if args.record is not None:
                 made = replace(made, record=f"{Path(args.record).resolve()}.{len(settings)}")
             settings[name], arguments[name] = made, own

@@ -152,7 +152,7 @@ class StepBudget:
             if view.paces:
                 pace = PACE_SHARE * min(view.paces)
                 tokens = max(chunk.floor, chunk.within(base, 0, chunk.knee(), seconds=pace))
-        return self._model.predict(base.plus(0, max(2, tokens))) / tokens
+        return (self._model.predict(base.plus(0, max(2, tokens))) + chunk.away_s) / tokens
 
 
 class TpotGuard:
@@ -160,14 +160,15 @@ class TpotGuard:
     admitted while a step that computes one token for each running request, and for the newcomer, is
     predicted to take no longer than the tightest TPOT target among them.
 
-    Best-effort requests are neither counted nor kept out: they get rows only as far as the step is
+    The time of other engines on the same processors counts (``away_s``). Best-effort requests are
+    neither counted nor kept out: they get rows only as far as the step is
     not late for others. A target that even a single row cannot meet does not count.
     """
 
-    def __init__(self, view: RunningView, model: StepTimeModel) -> None:
-        self._model = model
+    def __init__(self, view: RunningView, model: StepTimeModel, away_s: float = 0.0) -> None:
+        self._model, self._away_s = model, away_s
         self._rows, self._keys = len(view.ordinary), view.narrow_keys
-        self._least = least_target(model)
+        self._least = least_target(model) + away_s / PACE_SHARE
         self._tightest = min(map(self._within_reach, view.targets), default=math.inf)
 
     def add(self, request: Request) -> None:
@@ -184,7 +185,7 @@ class TpotGuard:
         if tightest == math.inf or not self._model.ready:
             return True
         shape = StepShape(0, 0.0, self._rows + 1, self._keys + request.num_tokens)
-        return self._model.predict(shape) <= PACE_SHARE * tightest
+        return self._model.predict(shape) + self._away_s <= PACE_SHARE * tightest
 
     def _within_reach(self, tpot: float | None) -> float:
         """Return a target; infinity if there is none or no request could meet it."""

@@ -172,7 +172,7 @@ class FirstTokenForecast:
         num_steps = -(-request.num_new_tokens // step)
         last_tokens = max(2, request.num_new_tokens - (num_steps - 1) * step)
         prompt = rest + (num_steps - 1) * predict(self._base.plus(0, step))
-        prompt += predict(self._base.plus(0, last_tokens))
+        prompt += predict(self._base.plus(0, last_tokens)) + num_steps * state.chunk.away_s
         priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
         kind = ForecastKind(request.tier, priority, request.boosted, late=False)
         bias = self.bias(kind)
@@ -349,6 +349,7 @@ class FirstTokenForecast:
         predict, step = state.step_time.predict, self._tokens_per_step
         self._step_seconds = predict(self._base)
         self._token_seconds = (predict(self._base.plus(0, step)) - self._step_seconds) / step
+        self._step_seconds += state.chunk.away_s
         self._left, self._ends = [], []
 
     def _learn(self, forecast: Forecast, actual: float) -> None:

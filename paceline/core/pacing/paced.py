@@ -121,7 +121,9 @@ class Paced:
 
     def _guard(self, view: RunningView) -> TpotGuard | None:
         state = self._state
-        return TpotGuard(view, state.step_time) if state.config.pace_admission else None
+        if not state.config.pace_admission:
+            return None
+        return TpotGuard(view, state.step_time, state.chunk.away_s)
 
     def _boosted_tokens(self, view: RunningView, head: Request | None) -> int:
         """Return the prompt tokens that the first waiting request lacks once it is admitted; 0 if

@@ -56,6 +56,9 @@ class ChunkSize:
         self._model, self._most, self._adaptive = model, most, adaptive
         self.tile, self.floor, self.gap = _TILE, floor, gap
         self._overhead = overhead
+        # where other engines use the same processors (``Scheduler.share``): seconds that they take
+        # between two steps, and the longest step of prompts
+        self.away_s, self.longest_s = 0.0, math.inf
         self._tiles, self._known_at = 1, -1
         # chunks that were sized to hide behind the rows next to them
         self._num_hidden = 0
@@ -115,7 +118,10 @@ class ChunkSize:
             most = max(1, self._most // self.tile)
             wanted = fixed * (1.0 / self._overhead - 1.0)
             self._tiles = max(1, math.ceil(wanted / each)) if wanted < each * most else most
-        return min(self._most, self._tiles * self.tile)
+        knee = min(self._most, self._tiles * self.tile)
+        if self.longest_s == math.inf:
+            return knee
+        return max(self.floor, self.within(StepShape(), 0, knee, seconds=self.longest_s))
 
     def tile_seconds(self) -> tuple[float, float]:
         """Return a prompt step's fixed seconds, and its seconds per tile."""

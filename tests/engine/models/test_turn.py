@@ -1,0 +1,145 @@
+"""The turn between processes: one computes at a time, by weight; death and hanging pass it on."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.engine.models.arbiter import Contender, choose_turn, longest_step
+from paceline.engine.models.turn import Turn, make_page, read_uses
+
+Steps = list[tuple[float, float]]
+
+
+def _start(page: Path, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.models.turn_engine", str(page), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def _run(processes: list[subprocess.Popen[str]]) -> list[Steps]:
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    found = []
+    for process in processes:
+        out, _ = process.communicate(timeout=60)
+        found.append([(float(a), float(b)) for a, b in (each.split() for each in out.splitlines())])
+    return found
+
+
+def _overlaps(one: Steps, other: Steps) -> int:
+    return sum(a < d and c < b for a, b in one for c, d in other)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    make_page(tmp_path / "turns")
+    return tmp_path / "turns"
+
+
+def test_one_computes_at_a_time_and_both_get_on(page: Path) -> None:
+    processes = [_start(page, "0.01", "30"), _start(page, "0.01", "30")]
+    one, other = _run(processes)
+    assert len(one) == len(other) == 30
+    assert _overlaps(one, other) == 0
+    # neither waits for the end of the other
+    assert one[0][0] < other[-1][0] and other[0][0] < one[-1][0]
+
+
+def test_what_is_used_goes_by_weight(page: Path) -> None:
+    processes = [_start(page, "0.01", "40", "3"), _start(page, "0.01", "40", "1")]
+    heavy, light = _run(processes)
+    assert _overlaps(heavy, light) == 0
+    # while both computed, from the first step of the later
+    begun = max(heavy[0][0], light[0][0])
+    ended = heavy[-1][1]
+    counts = [sum(begun <= a < ended for a, _ in steps) for steps in (heavy, light)]
+    assert counts[0] >= 2 * counts[1] > 0
+
+
+@pytest.mark.parametrize("end", ["die", "hang"])
+def test_a_holder_that_ends_or_hangs_keeps_no_other(page: Path, end: str) -> None:
+    bad, good = _start(page, "0.01", "30", "1", end), _start(page, "0.01", "30")
+    for process in (bad, good):
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    out, _ = good.communicate(timeout=60)
+    assert len(out.splitlines()) == 30
+    bad.send_signal(signal.SIGKILL)
+    bad.communicate(timeout=60)
+
+
+def test_an_engine_that_hangs_is_counted_as_passed_over(page: Path) -> None:
+    holder = Turn(page)
+    waiting = Turn(page)
+    holder.planned(0.001, math.inf, math.inf)
+    holder.__enter__()
+    with waiting:
+        # after half a second it computes without
+        assert sum(use.overruns for use in read_uses(page)) == 1
+    holder.__exit__(None, None, None)
+    waiting.close()
+    assert len(read_uses(page)) == 1
+    holder.close()
+
+
+def test_neighbours_are_those_that_compute_lately(page: Path) -> None:
+    import time
+
+    one, other = Turn(page), Turn(page)
+    now = time.monotonic()
+    assert one.neighbours(now) == (0.0, math.inf)
+    other.planned(0.004, math.inf, 0.1)
+    with other:
+        away, longest = one.neighbours(time.monotonic())
+    # nothing was waited for yet: a step of the other
+    assert away == pytest.approx(0.004)
+    assert longest == pytest.approx(0.9 * 0.1 - 0.004)
+    assert one.neighbours(time.monotonic() + 2.0) == (0.0, math.inf)
+    assert other.neighbours(time.monotonic()) == (0.0, math.inf)
+    one.close()
+    other.close()
+
+
+def test_a_place_is_free_again_after_its_engine(page: Path) -> None:
+    for _ in range(300):
+        Turn(page).close()
+    assert read_uses(page) == []
+
+
+def test_the_turn_goes_to_who_would_be_late_then_to_who_used_least() -> None:
+    idle = Contender(slot=0, since=1.0, seconds=0.1, used=5.0)
+    assert choose_turn([], 0.0) is None
+    assert choose_turn([idle], 0.0) == 0
+    assert choose_turn([idle, Contender(slot=1, since=2.0, used=4.0)], 3.0) == 1
+    heavy = Contender(slot=2, since=2.0, used=8.0, weight=4.0)
+    assert choose_turn([idle, heavy], 3.0) == 2
+    # one more step of the other, of 0.1 s, and it would be late
+    late = Contender(slot=3, since=2.0, used=99.0, seconds=0.02, due=3.11)
+    assert choose_turn([idle, late], 3.0) == 3
+    early = Contender(slot=3, since=2.0, used=99.0, seconds=0.02, due=3.2)
+    assert choose_turn([idle, early], 3.0) == 0
+    sooner = Contender(slot=4, since=2.5, used=99.0, seconds=0.02, due=3.05)
+    assert choose_turn([idle, late, sooner], 3.0) == 4
+
+
+def test_a_neighbour_leaves_the_pace_of_targets() -> None:
+    assert longest_step(0.01, 0.1) == pytest.approx(0.08)
+    assert longest_step(0.01, math.inf) == pytest.approx(0.05)
+    assert longest_step(0.1, math.inf) == pytest.approx(0.3)
+    # a target that cannot be met asks for no more than its own step
+    assert longest_step(0.1, 0.05) == pytest.approx(0.1)
