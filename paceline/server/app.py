@@ -40,6 +40,7 @@ from paceline.server.transport.responses import http_exception
 
 if TYPE_CHECKING:
     from paceline.engine.models.pool import ModelPool
+    from paceline.engine.models.turn import TurnUse
 
 __all__ = ["SeveralModels", "batches_of", "create_app", "service_of"]
 
@@ -57,6 +58,8 @@ class SeveralModels:
     # the settings of each, by name, and the model of requests that name none
     configs: Mapping[str, Callable[[], ServerConfig]]
     first: str
+    # returns the use of turns (``engine.models.turn``) by name; None: engines take none
+    turns: Callable[[], Mapping[str, TurnUse]] | None = None
 
 
 def create_app(
@@ -116,10 +119,12 @@ def create_app(
 def _several(models: SeveralModels, service: Service) -> tuple[APIRouter, ...]:
     """Have a service find the models that requests name; return the routes about them."""
     from paceline.server.models.finding import Models
+    from paceline.server.models.metrics import ModelCollector
     from paceline.server.models.routes import model_routers
 
     found = Models(models.pool, service, models.configs, models.first, _ROUTERS)
     service.models = found
+    service.metrics.registry.register(ModelCollector(models.pool.states, models.turns))
     return model_routers(found)
 
 

@@ -213,7 +213,7 @@ def _run_several(
     import asyncio
     import tempfile
 
-    from paceline.cli.serve.several import prepare, start_pool
+    from paceline.cli.serve.several import prepare, start_pool, turn_uses
     from paceline.engine.models.front import FrontClient
     from paceline.engine.models.turn import make_page
     from paceline.server.app import SeveralModels
@@ -251,7 +251,9 @@ def _run_several(
             metrics_listener=metrics_listener,
             on_ready=ready,
             page=ui_router,
-            models=SeveralModels(pool=pool, configs=configs, first=first),
+            models=SeveralModels(
+                pool=pool, configs=configs, first=first, turns=partial(turn_uses, pool, turns)
+            ),
         )
 
     with asyncio.Runner() as runner:

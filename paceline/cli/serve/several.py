@@ -24,13 +24,14 @@ from paceline.engine.models.ledger import Account, kv_quota
 from paceline.engine.models.model import ModelSpec
 from paceline.engine.models.pool import ModelPool
 from paceline.engine.models.states import ModelStates
+from paceline.engine.models.turn import TurnUse, read_uses
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.types import EngineInfo
 from paceline.errors import CheckpointError, ConfigError, EngineError, PacelineError
 
-__all__ = ["Several", "prepare", "start_pool"]
+__all__ = ["Several", "prepare", "start_pool", "turn_uses"]
 
 _log = logging.getLogger("paceline.cli")
 
@@ -215,6 +216,17 @@ def _start(
         )
 
     return start
+
+
+def turn_uses(pool: ModelPool, page: Path) -> dict[str, TurnUse]:
+    """Return the use of turns by name of the model, of those in memory."""
+    uses = {use.pid: use for use in read_uses(page)}
+    found: dict[str, TurnUse] = {}
+    for name, client in pool.clients.items():
+        engine = client.engine
+        if isinstance(engine, SupervisedEngineClient) and engine.pid in uses:
+            found[name] = uses[engine.pid]
+    return found
 
 
 def _measured(engine: EngineClient, booked: Account) -> Account:

@@ -65,6 +65,11 @@ class LoadableClient:
         self._note_timeline(None)
 
     @property
+    def engine(self) -> EngineClient | None:
+        """The engine of the present load; None: the model is not in memory."""
+        return self._engine
+
+    @property
     def info(self) -> EngineInfo:
         return self._info
 

@@ -1,0 +1,184 @@
+"""``paceline serve`` with several models: which they are, their flags, a server of null ones."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.cli.flags.arguments import Parser
+from paceline.cli.flags.model_options import GivenModel, given_models, model_arguments
+from paceline.cli.main import build_parser
+from paceline.cli.serve.several import prepare
+from paceline.errors import ConfigError
+from tests.cli.servers import start_server
+from tests.server.helpers import chat_body, metric
+
+
+def _parsed(*flags: str) -> argparse.Namespace:
+    return build_parser().parse_args(["serve", *flags])
+
+
+def _serve_parser() -> Parser:
+    return build_parser()._command("serve")
+
+
+def test_one_model_is_what_it_was() -> None:
+    args = _parsed()
+    assert given_models(args) == () and args.model == "smollm2-135m"
+    args = _parsed("a/b")
+    assert given_models(args) == () and args.model == "a/b"
+    args = _parsed("--model", "a/b")
+    assert given_models(args) == () and args.model == "a/b"
+
+
+def test_a_path_with_an_equals_sign_is_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "a=b.gguf"
+    path.touch()
+    args = _parsed("--model", str(path))
+    assert given_models(args) == () and args.model == str(path)
+
+
+def test_several_are_given_as_arguments_by_name_and_by_folder(tmp_path: Path) -> None:
+    for name in ("z.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
+    (tmp_path / "empty").mkdir()
+    models = given_models(
+        _parsed(
+            "A", "B", "--model", r"n=x.gguf,keep-alive=5m,pin,weight=2,alias=m,dtype=q4,a=1\,2",
+            "--models-dir", str(tmp_path),
+        )
+    )  # fmt: skip
+    assert models[:3] == (
+        GivenModel(model="A"),
+        GivenModel(model="B"),
+        GivenModel(
+            model="x.gguf", name="n", aliases=("m",), keep_alive=300.0, pinned=True, weight=2.0,
+            flags=("--dtype=q4", "--a=1,2"),
+        ),
+    )  # fmt: skip
+    found = [each.name for each in models[3:]]
+    assert found == ["big-00001-of-00002", "folder", "z"]
+    assert all(each.found for each in models[3:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--memory", "4GiB"), "--memory is for several models"),
+        (("a", "--keep-alive", "5m"), "--keep-alive is for several models"),
+        (("--model", "=x"), "give NAME=MODEL"),
+        (("--model", "n="), "give NAME=MODEL"),
+        (("--model", "n*=x"), "has no *"),
+        (("--model", "n=x,keep-alive=soon"), "n: keep-alive: 'soon' must be a duration"),
+        (("--model", "n=x,weight=0"), "n: weight: "),
+        (("a", "b", "--served-model-name", "c"), "--served-model-name is for one model"),
+        (("a", "b", "--enable-lora"), "--enable-lora is for one model"),
+        (("--models-dir", "/nowhere"), "--models-dir /nowhere cannot be read"),
+    ],
+)
+def test_bad_models_are_refused(flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        given_models(_parsed(*flags))
+    assert says in str(refused.value)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no \.gguf file and no model folder"):
+        given_models(_parsed("--models-dir", str(tmp_path)))
+
+
+def test_a_models_flags_are_its_own() -> None:
+    args = _parsed("--model", "a=null,null-step-time=0.5", "--max-num-seqs", "7")
+    (given,) = given_models(args)
+    own = model_arguments(_serve_parser(), args, given)
+    assert own.null_step_time == 0.5 and own.backend == "null" and own.max_num_seqs == 7
+    assert args.null_step_time == 0.0
+    for flag, says in (("port=1", "--port is the server's"), ("nothing=1", "no flag --nothing")):
+        with pytest.raises(ConfigError, match=says):
+            model_arguments(
+                _serve_parser(), args, GivenModel(model="m", name="a", flags=(f"--{flag}",))
+            )
+
+
+def _prepared(tmp_path: Path, *flags: str) -> Any:
+    args = _parsed(*flags, "--memory", "1GiB")
+    models = given_models(args)
+    turns = tmp_path / "turns"
+    return prepare(_serve_parser(), args, models, timeline=True, turns=turns)
+
+
+def test_what_is_broken_in_the_folder_stops_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "bad.gguf").write_bytes(b"GGUF")
+    several = _prepared(tmp_path, "--model", "a=null", "--models-dir", str(folder))
+    assert [spec.name for spec in several.specs] == ["a", "bad"]
+    assert several.specs[1].broken and list(several.settings) == ["a"]
+    assert several.named == ("a",)
+    with pytest.raises(ConfigError, match="no model can be served"):
+        _prepared(tmp_path, "--models-dir", str(folder))
+
+
+def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="x names 2 models"):
+        _prepared(tmp_path, "--model", "x=null", "--model", "y=null,alias=x")
+
+
+def test_only_the_first_shows_its_steps_and_all_share_the_turns(tmp_path: Path) -> None:
+    several = _prepared(tmp_path, "--model", "x=null", "--model", "y=null,weight=3")
+    assert [each.timeline for each in several.settings.values()] == [True, False]
+    assert {each.turn for each in several.settings.values()} == {str(tmp_path / "turns")}
+    assert several.settings["y"].turn_weight == 3.0
+
+
+def _pids(server: Any) -> list[int]:
+    """The engine processes of a server."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()]
+
+
+def test_a_server_of_two_models_loads_on_demand_and_outlives_one_of_its_engines() -> None:
+    models = ("--model", "a=null", "--model", "b=null,null-step-time=0.001", "--models-max", "1")
+    with start_server(*models, "--memory", "1GiB", "--no-ui") as server:
+        assert "one of 2 models" in server.ready_line
+        with httpx.Client(base_url=server.address, timeout=60) as http:
+            for name in ("a", "b", "a"):
+                answer = http.post("/v1/chat/completions", json=chat_body(model=name, max_tokens=3))
+                assert answer.status_code == 200 and answer.json()["model"] == name
+            cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+            assert cards["a"]["status"]["value"] == "ready"
+            assert cards["b"]["status"]["value"] == "unloaded"
+            assert cards["a"]["status"]["bytes"]["weights"] > 2**20
+            unknown = http.post("/v1/chat/completions", json=chat_body(model="c"))
+            assert unknown.status_code == 404
+            text = http.get("/metrics").text
+            assert metric(text, "paceline:model_evictions_total", reason="room") == 2
+            assert metric(text, "paceline:model_loads_total", outcome="ready") == 3
+            # an engine that is killed takes no other model and is replaced
+            (pid,) = (each for each in _pids(server) if _is_engine(each))
+            os.kill(pid, signal.SIGKILL)
+            answer = http.post("/v1/chat/completions", json=chat_body(model="a", max_tokens=3))
+            assert answer.status_code == 200
+        pids = _pids(server)
+        code, _ = server.stop()
+        assert code == 0
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "an engine outlived its server"
+        time.sleep(0.05)
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
