@@ -152,7 +152,7 @@ async def _commands_of_page(server: Server) -> str:
         commands.replace("curl ", "curl -sS --fail-with-body "), stdout=asyncio.subprocess.PIPE
     )
     output, _ = await shell.communicate()
-    assert shell.returncode == 0 and b'"timeline"' in output, output
+    assert shell.returncode == 0 and b'"timeline"' in output and b'"accepted"' in output, output
     return "as written"
 
 
