@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -49,6 +50,8 @@ def test_unknown_caller_learns_nothing(engine: Engine) -> None:
         ({"prompt": [5, 6, 7]}, (0, 3, 1)),
         ({"prompt": [[5, 6], [7]]}, (0, 3, 2)),
         ({"prompt_tokens": 300}, (0, 300, 1)),
+        ({"prompt_tokens": 10**400}, (0, 2**31, 1)),
+        ({"prompt_tokens": -3}, (0, 0, 1)),
         ({"prompt": [], "messages": "x"}, (1, 0, 1)),
         ({"messages": [{"content": [{"text": "abc"}, {"url": "data:xyz"}]}]}, (17, 0, 1)),
         ({"input": "abc", "instructions": "de", "user": "nobody"}, (5, 0, 1)),
@@ -181,6 +184,28 @@ def test_characters_of_a_token_are_learned(paced_class: Any) -> None:
     # neither a longer prompt nor a longer answer than the model takes is a fault
     most = answer({"foresee": asked(tokens=10**9, max_tokens=None)})
     assert most["prompt_tokens"] == 255 and most["refusal"] is None
+
+
+def test_channel_asks_while_the_engine_steps(paced_class: Any) -> None:
+    engine = Loop(paced_class, additional_config={"paceline": {"policy": "fair"}}, max_num_seqs=4)
+    answer, told, ended = engine.scheduler.pacer.answer, [], threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            told.append(answer({"foresee": asked(arguments={"tenant": f"t{len(told) % 5}"})}))
+            told.append(answer({"counts": True}))
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    for number in range(60):
+        engine.add(f"r{number}", 20, 6, extra_args={"tenant": f"t{number % 7}"})
+        engine.step()
+    # the loop checks the core's integrity after each step
+    engine.run()
+    ended.set()
+    asker.join()
+    assert told and None not in told
+    assert all(len(tokens) == 6 for tokens in engine.tokens.values())
 
 
 def test_no_forecast_while_vllm_schedules_by_itself(paced_class: Any) -> None:
