@@ -12,10 +12,10 @@ requests within both targets. The cases after that have random aborts, shared pr
 or much memory: every step is compared with the plan as amended, and all counters with vLLM's; a
 difference ends the run. ``fairness_p99_ratio`` is the p99 of first tokens of a tenant with 4
 requests a second next to one with 40, over the same alone, under the policy ``fair``; for vLLM
-under its own. ``retry_after_kept`` is the share of refused callers that are served when they come
-back at the advised time, at 36 a second with ``max_predicted_ttft_s`` 2. ``overhead_us_per_step``
-is the time in Python at 64 running and about 1,000 waiting: vLLM's own methods, and what the core
-and the mirror add.
+under its own. ``retry_after_kept`` is the share of refused callers that are served when they first
+come back, at the advised time, after an overload of 36 a second with ``max_predicted_ttft_s`` 2.
+``overhead_us_per_step`` is the time in Python at 64 running and about 1,000 waiting: vLLM's own
+methods, and what the core and the mirror add.
 
 Live (``live``). vLLM's server with the default model in bfloat16. Its capacity is measured first,
 by a closed loop. Then come Poisson arrivals at multiples of it: vLLM as it is (``plain``), with the
@@ -169,7 +169,10 @@ def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
                   "100 ms": round(slow["tokens_per_s"] / whole, 3)}  # fmt: skip
     print(f"tokens a second over vLLM's at {RATES[1]:g} a second, by the target of a token: "
           f"{throughput}; kept at 100 ms: {slow['kept']}")  # fmt: skip
-    print(f"{back['refused']} of {count:,} refused, served on return {back['served_on_return']}")
+    print(
+        f"{back['refused']} of {count:,} refused, served on their first return after the "
+        f"overload {back['served_on_return']}, at last {back['served_at_last']}"
+    )
     overhead = overhead_of(costs)
     print(f"\n64 running, 1,000 waiting: vLLM's own {overhead['vllm']:.0f} us a step, added "
           f"{overhead['added']:.0f} us ({overhead['ratio']:.2f} times)")  # fmt: skip

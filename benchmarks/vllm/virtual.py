@@ -41,6 +41,8 @@ BLOCK_SIZE = 16
 MAX_LENGTH = 8192
 # seconds of a step, of a token, and of a key that a row reads
 STEP, TOKEN, KEY = 6e-3, 42e-6, 0.022e-6
+# times that a refused caller comes back
+MOST_RETURNS = 10
 TPOT, SHORT_TTFT, LONG_TTFT, LONG = 0.025, 0.5, 3.0, 1_000
 
 
@@ -68,7 +70,7 @@ class Case:
     checks: bool = False
     # arrivals a second of another tenant, which are not counted
     flood: float = 0.0
-    # whether refused callers come back once, when they were told to
+    # whether refused callers come back when they were told to
     returns: bool = False
     # of ``--additional-config``
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -98,6 +100,8 @@ class Job:
     abort_after: float | None
     judged: bool = True
     refusals: int = 0
+    # whether it was served when it first came back after the last arrival; None: it did not
+    taken: bool | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     first: float = 0.0
     last: float = 0.0
@@ -217,6 +221,8 @@ class Run:
         self.jobs = {job.request.request_id: job for job in jobs_of(case)}
         # by time of arrival
         self.coming = sorted(self.jobs.values(), key=attrgetter("arrival"), reverse=True)
+        # time of the last arrival
+        self.over = self.coming[0].arrival
         self.leaving = sorted(
             (job.arrival + job.abort_after, name)
             for name, job in self.jobs.items()
@@ -316,16 +322,18 @@ class Run:
                 job.tokens += news.new_token_ids
 
     def _refused(self, job: Job) -> None:
-        """Let a refused caller come back once, at the time that its answer says."""
+        """Let a refused caller come back at the time that its answer says."""
         refusal = self.scheduler.pacer.fates[job.request.request_id].refusal
         assert refusal is not None and refusal.retry_after is not None
+        if job.refusals and job.taken is None and job.arrival >= self.over:
+            job.taken = False
         job.refusals += 1
-        if not self.case.returns or job.refusals > 1:
+        if not self.case.returns or job.refusals > MOST_RETURNS:
             return
         job.arrival = self.clock.now + math.ceil(refusal.retry_after)
         old = job.request
         job.request = Request(
-            f"{old.request_id} again", old.prompt_token_ids, old.sampling_params, None,
+            f"{old.request_id}+", old.prompt_token_ids, old.sampling_params, None,
             arrival_time=job.arrival, block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
         )  # fmt: skip
         self.jobs[job.request.request_id] = job
@@ -335,6 +343,9 @@ class Run:
         every = {id(job): job for job in self.jobs.values() if job.judged}.values()
         jobs = [job for job in every if job.abort_after is None and not job.refusals]
         back = [job for job in every if job.refusals]
+        for job in back:
+            if job.taken is None and job.arrival >= self.over:
+                job.taken = bool(job.tokens)
         long = [job for job in jobs if job.prompt > LONG]
         short = [job for job in jobs if job.prompt <= LONG]
         firsts = sorted(job.first - job.arrival for job in jobs)
@@ -345,7 +356,8 @@ class Run:
             "long_kept": share(job.kept for job in long),
             "exact": exact,
             "refused": len(back),
-            "served_on_return": share(bool(job.tokens) for job in back),
+            "served_at_last": share(bool(job.tokens) for job in back),
+            "served_on_return": share(job.taken for job in back if job.taken is not None),
             "ttft_p50_s": round(firsts[len(firsts) // 2], 4),
             "ttft_p99_s": round(firsts[int(0.99 * len(firsts))], 4),
             "tokens_per_s": round(sum(len(j.tokens) for j in jobs) / max(j.last for j in jobs), 1),
