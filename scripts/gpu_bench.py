@@ -1,6 +1,6 @@
 """vLLM on one GPU, by itself and with Paceline's scheduler inside, in ten minutes.
 
-    PYTHONPATH=. python scripts/gpu_bench.py --part probe,paced
+    PYTHONPATH=. python scripts/gpu_bench.py --part probe,planning,paced
 
 Run by the interpreter of an environment that has vLLM for that GPU, from a checkout. Nothing is
 downloaded: the model has the shape of an 8B Llama and dummy weights. ``probe`` prints the device,
