@@ -219,7 +219,7 @@ def figures(
         if not t.error
     )
     return {
-        "kept": round(kept / len(timings), 3),
+        "kept": round(kept / max(1, len(timings)), 3),
         "requests": len(timings),
         "complete": len(done),
         "ttft_p50_s": round(statistics.median(t.ttft for t in done), 3) if done else None,

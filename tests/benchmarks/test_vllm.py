@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 from benchmarks.common.client import Timing
-from benchmarks.vllm.live import Work, figures, requests_at
+from benchmarks.common.processes import Command
+from benchmarks.common.unmeasured import Unmeasured
+from benchmarks.vllm.live import Load, Windows, Work, figures, measure, requests_at
 
 WORK = Work(vocabulary=1_000, short=(4, 8), long=(20, 30), outputs=(3, 3), ttft=(1.0, 5.0))
 
@@ -31,3 +38,48 @@ def test_kept_are_complete_and_within_both_targets() -> None:
     # the quick one, and the late one whose prompt is long
     assert (found["kept"], found["requests"], found["complete"]) == (0.4, 5, 4)
     assert found["tokens_per_s"] == 6.0
+
+
+class Peer:
+    """Servers without a model; ``absent`` is a flag with which none starts."""
+
+    def __init__(self, absent: str = "") -> None:
+        self.absent = absent
+
+    def server(self, port: int) -> Command:
+        if self.absent:
+            return Command((sys.executable, "-c", f"raise SystemExit({self.absent!r})"))
+        return Command((sys.executable, "-m", "tests.benchmarks.vllm_server", str(port)))
+
+
+def test_figures_of_all_contenders(tmp_path: Path) -> None:
+    failed, found = Unmeasured(), dict[str, Any]()
+    windows = Windows(capacity=0.5, rate=0.5, sustained=1.0)
+    work = Work(vocabulary=1_000, tuned=((256, 16), (1024, 16)))
+    measure(Peer(), work, tmp_path, (Load(0.2), Load(0.4)), windows, failed, found)
+    assert failed.reasons.keys() == {"tuned-1024-16"}
+    assert "no room for 1,024" in failed.reasons["tuned-1024-16"]
+    assert failed.exit_code == 0
+    assert found.keys() == {
+        "capacity_per_s", "rates", "below_capacity", "identical_greedy", "sustained", "steps_live",
+    }  # fmt: skip
+    for rate in found["rates"].values():
+        assert rate["plain"]["complete"] == rate["paced"]["complete"] == rate["plain"]["requests"]
+        assert rate["tuned"]["flags"] == "--max-num-batched-tokens 256 --max-num-seqs 16"
+    assert found["sustained"]["requests"] > found["rates"]["0.4"]["paced"]["requests"]
+    assert found["identical_greedy"] == {"alone": 1.0, "together": 1.0}
+    assert found["steps_live"] == {"amended_share": 0.25, "actual_over_predicted": 1.25}
+    json.dumps(found)
+
+
+def test_without_a_server_nothing_is_measured(tmp_path: Path) -> None:
+    failed, found = Unmeasured(), dict[str, Any]()
+    windows = Windows(capacity=0.5, rate=0.5, sustained=0.5)
+    measure(Peer("no model"), WORK, tmp_path, (Load(1.5),), windows, failed, found)
+    assert "no model" in failed.reasons["plain"] and found == {"rates": {}}
+
+
+def test_bursts_arrive_together() -> None:
+    plan = Load(2.0, burst=5).requests(10.0, 20.0, WORK)
+    assert 200 < len(plan) < 600 and len({request.at for request in plan}) == len(plan) / 5
+    assert Load(2.0, burst=5).name == "2 in bursts of 5"
