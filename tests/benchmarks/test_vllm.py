@@ -54,7 +54,7 @@ class Peer:
 
 def test_figures_of_all_contenders(tmp_path: Path) -> None:
     failed, found = Unmeasured(), dict[str, Any]()
-    windows = Windows(capacity=0.5, rate=0.5, sustained=1.0)
+    windows = Windows(capacity=0.3, rate=0.3, sustained=0.6)
     work = Work(vocabulary=1_000, tuned=((256, 16), (1024, 16)))
     measure(Peer(), work, tmp_path, (Load(0.2), Load(0.4)), windows, failed, found)
     assert failed.reasons.keys() == {"tuned-1024-16"}
