@@ -3,7 +3,8 @@
 Both are set up as for ``make bench NAME=peers``, once, in the cache. Prints a table
 of what was found, by check and kind; ends with 1 where the gateway did something else than it
 should. A kind that cannot be set up here is reported absent with the reason. ``paced`` is vLLM with
-Paceline's scheduler inside, without a gateway; its checks are those of ``paced``.
+Paceline's scheduler inside, without a gateway; its checks are those of ``paced``. VLLM=0.31.0 takes
+another version, in a folder of its own.
 
     python -m tests.upstreams [llama.cpp | vllm | paced ...]
 """
@@ -11,6 +12,7 @@ Paceline's scheduler inside, without a gateway; its checks are those of ``paced`
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import tempfile
@@ -27,7 +29,7 @@ from benchmarks.common.ours import our_places
 from benchmarks.common.processes import Process, Unavailable, free_port
 from benchmarks.common.setup import Peer
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.peers.vllm_cpu import VllmCpu
+from benchmarks.peers.vllm_cpu import VERSION, VllmCpu
 from paceline.gateway.settings.config import EngineKind
 from tests.upstreams import paced
 from tests.upstreams.checks import CHECKS, CheckFailedError, Pair
@@ -129,7 +131,8 @@ def main() -> int:
     # ended from outside, it ends what it started: finally clauses run
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     places, _ = our_places()
-    peers: Mapping[EngineKind, Peer] = {"llama.cpp": LlamaCpp(places), "vllm": VllmCpu(places)}
+    vllm = VllmCpu(places, os.environ.get("VLLM", VERSION))
+    peers: Mapping[EngineKind, Peer] = {"llama.cpp": LlamaCpp(places), "vllm": vllm}
     wanted = [kind for kind in peers if kind in sys.argv[1:] or not sys.argv[1:]]
     for unknown in {*sys.argv[1:]} - {*peers, "paced"}:
         print(f"there is no {unknown}; there are {', '.join(peers)}, paced", file=sys.stderr)
@@ -148,7 +151,7 @@ def main() -> int:
                 absent[kind] = str(error)
         if "paced" in sys.argv[1:] or not sys.argv[1:]:
             try:
-                failed += _paced(VllmCpu(places), Path(made))
+                failed += _paced(vllm, Path(made))
             except Unavailable as error:
                 absent["paced"] = str(error)
     if columns:
