@@ -56,7 +56,7 @@ class IkLlama:
             log=log,
         )  # fmt: skip
         jobs = str(len(self._places.cpus))
-        build = ["cmake", "--build", self._build_folder, "--parallel", jobs]
+        build: list[str | Path] = ["cmake", "--build", self._build_folder, "--parallel", jobs]
         run_step([*build, "--target", *_TARGETS], log=log)
         for variant in self.variants:
             if not (target := self._file(variant)).is_file():

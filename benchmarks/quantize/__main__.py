@@ -107,8 +107,8 @@ def quantized(source: Path, target: Path, *options: str) -> dict[str, float]:
     run = {
         "seconds": round(time.monotonic() - began, 1),
         # which other load on the machine changes less
-        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
-        "peak_mb": round(used.ru_maxrss / 1024),
+        "cpu_seconds": round(used.cpu_seconds, 1),
+        "peak_mb": used.peak_mb,
         "file_mb": round(target.stat().st_size / 1e6, 1),
     }
     noted.write_text(json.dumps(run))
@@ -224,11 +224,13 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
     if not twin.exists():
         write_twin(published, twin)
     tokenizer = load_tokenizer(twin)
-    own = calibration_windows(tokenizer, CHAT).flatten().numpy()
+    own = calibration_windows(tokenizer, CHAT).numpy()
     texts = {"gate": text_windows(tokenizer.encode, WINDOW)}
     if not QUICK:
         texts["third"] = third_text(tokenizer.encode)
-        texts["calibration"] = own[: WINDOWS * WINDOW].reshape(SHAPE)
+        # pieces of all its kinds
+        count = WINDOWS * WINDOW // own.shape[1]
+        texts["calibration"] = own[:: len(own) // count][:count].reshape(SHAPE)
     formats = {"rtn": (twin, "q4/int8")}
     results: dict[str, Any] = {}
     for name, options in (("q4", ()), ("mixed", ("--bits", "mixed"))):
@@ -257,7 +259,7 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
             for key, path in (("peer_kl", formats["q4"][0]), ("peer_kl_published", published)):
                 results[key] = round(read_by_peer(peer, path, texts["gate"], threads).kl, 5)
             # with the marks of turns
-            text = tokenizer.decode(own.tolist(), skip_special_tokens=False)
+            text = tokenizer.decode(own.flatten().tolist(), skip_special_tokens=False)
             wide = folder / "twin-wide-f16.gguf"
             if not wide.exists():
                 widen(twin, wide)

@@ -4,18 +4,17 @@ layers are read, rounded and forgotten one at a time.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from resource import struct_rusage
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import gguf
 import numpy as np
 
-__all__ = ["memory_of_shape", "run_alone", "write_layer"]
+__all__ = ["Used", "memory_of_shape", "run_alone", "write_layer"]
 
 # as SmolLM2-1.7B has them
 WIDTH: Final = 2048
@@ -25,16 +24,35 @@ _LOADED: Final = (
     "import torch, paceline.cli.main, paceline.cli.models.quantize, paceline.quantize.quantize,"
     "paceline.quantize.text, paceline.engine.text.tokenizer"
 )
+_STARTER: Final = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[2:]).returncode
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+open(sys.argv[1], "w").write(f"{used.ru_utime + used.ru_stime} {used.ru_maxrss}")
+sys.exit(code)
+"""
 
 
-def run_alone(command: Sequence[str], **options: Any) -> struct_rusage:
-    """Run a command, and return what it alone used. Raises CalledProcessError."""
-    with subprocess.Popen(command, **options) as process:
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return used
+class Used(NamedTuple):
+    """What a command used."""
+
+    cpu_seconds: float
+    peak_mb: int
+
+
+def run_alone(command: Sequence[str], *, quiet: bool = False) -> Used:
+    """Run a command, and return what it alone used. Raises CalledProcessError.
+
+    A small process starts it: of a child the system counts its parent's memory too, until the child
+    is another program.
+    """
+    with tempfile.NamedTemporaryFile("r") as noted:
+        subprocess.run(
+            (sys.executable, "-c", _STARTER, noted.name, *command),
+            check=True, stdout=subprocess.DEVNULL if quiet else None,
+        )  # fmt: skip
+        seconds, kilobytes = noted.read().split()
+    return Used(float(seconds), int(kilobytes) >> 10)
 
 
 def write_layer(
@@ -77,7 +95,6 @@ def memory_of_shape(source: Path, folder: Path) -> dict[str, int]:
     model, target = folder / "one-layer.gguf", folder / "one-layer-q4.gguf"
     write_layer(source, model)
     command = (sys.executable, "-m", "paceline.cli.main", "quantize", str(model), "-o", str(target))
-    peak = run_alone(command, stdout=subprocess.DEVNULL).ru_maxrss
-    imports = run_alone((sys.executable, "-c", _LOADED)).ru_maxrss
+    peak, imports = run_alone(command, quiet=True), run_alone((sys.executable, "-c", _LOADED))
     model.unlink()
-    return {"peak_mb": peak >> 10, "imports_mb": imports >> 10}
+    return {"peak_mb": peak.peak_mb, "imports_mb": imports.peak_mb}

@@ -41,8 +41,8 @@ _LEAST: Final = 1e-12
 _LEAST_TOKENS: Final = 0.25
 
 
-# windows that run through a layer as it was at once
-_WINDOWS: Final = 4
+# most tokens, but for one window, that run through a layer as it was at once
+_TOKENS: Final = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ class _Noting:
         """Return ``weight``'s outputs on the inputs that were kept less those on ``x``, times
         ``x``: [rows, columns]. ``moments``: ``x^T x``."""
         kept = self._outputs or self._inputs
-        parts = zip(kept, x.split([len(part) for part in kept]), strict=True)
+        parts = zip(kept, torch.split(x, [len(part) for part in kept]), strict=True)
         if self._outputs:
             of_outputs = (weight @ moments).neg_()
             for outputs, part in parts:
@@ -107,8 +107,10 @@ class _RoundedLater:
         self._weight, self._bias, self._rounded = weight, bias, rounded
 
     def see(self, x: torch.Tensor) -> Linear:
-        self._weight = self._rounded(self._weight, x)
-        return DenseLinear(self._weight, self._bias)
+        weight = self._rounded(self._weight, x)
+        # it runs once
+        del self._weight
+        return DenseLinear(weight, self._bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.see(x)(x)
@@ -169,7 +171,7 @@ class LayerRounding:
         streams = self._streams
         with streams.layer(index, noting) as layer:
             # the rounded stream cannot, as a matrix is rounded on the inputs of all windows
-            for part in self.exact.split(_WINDOWS * self._length):
+            for part in torch.split(self.exact, max(1, _TOKENS // self._length) * self._length):
                 streams.run(index, layer, part)
         del layer
         for product in exact.values():
@@ -207,7 +209,9 @@ class LayerRounding:
             diagonal.add_(diagonal.mean() * _CORRECTION_DAMPING + _LEAST)
             factor = torch.linalg.cholesky(moments)
             diagonal.copy_(before)
-            target = weight + torch.cholesky_solve(shift.t(), factor).t()
+            # two solutions, as ``cholesky_solve`` copies the factor
+            half = torch.linalg.solve_triangular(factor, shift.t(), upper=False)
+            target = weight + torch.linalg.solve_triangular(factor.t(), half, upper=True).t()
             del factor
         # fewer tokens than that are too few to tell inputs by
         known = moments if len(x) >= _LEAST_TOKENS * x.shape[1] else None
@@ -218,7 +222,8 @@ class LayerRounding:
         return values
 
     def _check_finite(self, names: tuple[str, ...], *values: torch.Tensor) -> None:
-        if not all(bool(torch.isfinite(each).all()) for each in values):
+        # a sum takes no memory, and is finite where all of it is
+        if not all(bool(torch.isfinite(each.sum())) for each in values):
             raise CheckpointError(
                 f"{self._checkpoint.path}: {names[0]}: a weight or an input is not finite"
             )

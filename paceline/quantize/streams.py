@@ -26,6 +26,8 @@ __all__ = ["Maker", "Seeing", "Streams", "dense"]
 _BLOCK: Final = 16
 # rows of an MLP's inner products that are made at once
 _ROWS: Final = 1024
+# most tokens, but for one window, that attend at once
+_TOKENS: Final = 2048
 _CPU: Final = torch.device("cpu")
 
 # names of the matrices of one product, their rows [rows, columns] together, and their bias
@@ -59,6 +61,7 @@ class _RowsMLP(DenseMLP):
                 inner = part.new_empty(len(x), part.shape[1])
             inner[rows] = part
         assert inner is not None, "no rows"
+        del product
         return self._down(inner)
 
 
@@ -84,13 +87,14 @@ class _Reader(TensorReader):
 
 
 class _OneLayer(TorchAttention):
-    """Attention of any one layer, within whole windows of the text."""
+    """Attention of any one layer within windows of the text, a few of them at a time: their keys
+    and values take the same blocks."""
 
     def __init__(
-        self, config: ModelConfig, index: int, sinks: torch.Tensor | None, shape: tuple[int, int]
+        self, config: ModelConfig, index: int, sinks: torch.Tensor | None, length: int
     ) -> None:
-        windows, length = shape
-        blocks = -(-length // _BLOCK)
+        self._length, self._blocks = length, -(-length // _BLOCK)
+        self._windows = max(1, _TOKENS // length)
         alone = replace(
             config,
             num_hidden_layers=1,
@@ -100,24 +104,28 @@ class _OneLayer(TorchAttention):
         )
         super().__init__(
             alone,
-            num_blocks=windows * blocks,
+            num_blocks=self._windows * self._blocks,
             block_size=_BLOCK,
             dtype=torch.float32,
             device=_CPU,
             sinks=[sinks],
         )
         # what lies behind a window's end in its last block is masked, and must be a number for it
-        self.clear_blocks(range(windows * blocks))
-        self.prepare(
-            AttentionBatch(
-                np.zeros(windows, dtype=np.int64),
-                np.full(windows, length, dtype=np.int64),
-                np.arange(windows * blocks).reshape(windows, blocks),
-            )
-        )
+        self.clear_blocks(range(self._windows * self._blocks))
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        return super().attend(0, qkv)
+        parts = []
+        for rows in torch.split(qkv, self._windows * self._length):
+            windows = len(rows) // self._length
+            self.prepare(
+                AttentionBatch(
+                    np.zeros(windows, dtype=np.int64),
+                    np.full(windows, self._length, dtype=np.int64),
+                    np.arange(windows * self._blocks).reshape(windows, self._blocks),
+                )
+            )
+            parts.append(super().attend(0, rows))
+        return torch.cat(parts)
 
 
 class Streams:
@@ -151,10 +159,9 @@ class Streams:
 
     def run(self, index: int, layer: LayerWeights, x: torch.Tensor) -> None:
         """Add a layer's output to ``x``, [pieces * length, hidden], in place."""
-        pieces = len(x) // self._length
         decoder = self._decoder(layer, x, None)
-        positions = torch.arange(self._length).repeat(pieces)
-        attention = _OneLayer(self._config, index, layer.sinks, (pieces, self._length))
+        positions = torch.arange(self._length).repeat(len(x) // self._length)
+        attention = _OneLayer(self._config, index, layer.sinks, self._length)
         decoder.add_layer(index, x, decoder.rotations(positions), attention)
 
     @contextmanager

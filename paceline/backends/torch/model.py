@@ -205,8 +205,7 @@ class Decoder:
         own = None if adapters is None else partial(adapters.add, index)
         qkv = self._qkv(layer, self._normed(layer.input_norm, x), own)
         if table is not None:
-            heads = qkv[:, : self._heads + self._kv_heads]
-            self._tables[table].rotate_(heads, rotations[table])
+            self._tables[table].rotate_(qkv[:, : self._heads + self._kv_heads], rotations[table])
         attended = attention.attend(index, qkv)
         # the widest of long prompts, but for the MLP's
         del qkv
@@ -220,6 +219,7 @@ class Decoder:
         if layer.attention_output_norm is not None:
             attended = layer.attention_output_norm(attended)
         x.add_(attended, alpha=share)
+        del given, attended
         inner = layer.mlp(self._normed(layer.mlp_norm, x), own)
         if layer.mlp_output_norm is not None:
             inner = layer.mlp_output_norm(inner)
