@@ -113,7 +113,7 @@ class SamplingBody(Body):
     temperature = number(
         SAMPLING["temperature"],
         note="absent: the model's (generation_config.json, a GGUF file's general.sampling keys); "
-        "of the default model 0.2 and 0.9, as its card says",
+        "of the default model 0.2 and 0.9, as its card says, with a repetition penalty of 1.05",
     )
     top_p = number(SAMPLING["top_p"], note="as `temperature`")
     top_k = integer(-INT32, INT32, note="-1 and 0: all", schema=schemas.integer(-1, INT32))
