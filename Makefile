@@ -96,7 +96,8 @@ docs: $(DOCS_STAMP) ## the docs site into build/site; fails where a page has a b
 docs-serve: $(DOCS_STAMP) ## the same while you write, on DOCS_PORT (8001)
 	@scripts/docs-demo && exec $(DOCS_VENV)/bin/zensical serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
-pictures: $(READY) model ## the pictures of docs/images, of the page that the default model answers
+pictures: $(READY) model ## the pictures of docs/images: a recorded run, and the page that the default model answers
+	@$(BIN)/python -m benchmarks.front_door.picture
 	@scripts/test-services chromium:chromium && $(BIN)/python -m tests.ui.pictures
 five-minutes: ## a newcomer's way in a fresh clone, timed: from nothing to a paced answer
 	@scripts/five-minutes
