@@ -44,6 +44,28 @@ def test_a_chat_streams_and_says_what_became_of_it(server: LiveServer, open_page
     assert second > first + 24
 
 
+def test_a_reader_chooses_what_answers(tmp_path: Path, open_page: OpenPage) -> None:
+    names = ["one", "two"]
+    with live_server(tmp_path / "log", config={"served_model_names": names}) as server:
+        page = open_page(f"{server.url}/ui/")
+        picker = page.get_by_label("What answers")
+        assert picker.locator("option").all_inner_texts() == names
+        picker.select_option("two")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            say(page, "hello", Max_tokens="4")
+        assert asked.value.post_data_json["model"] == "two"
+        page.locator(".story").wait_for()
+        # an adapter says whose it is
+        listed = {"data": [{"id": "one"}, {"id": "sql", "parent": "one"}]}
+        page.route("**/v1/models", lambda route: route.fulfill(json=listed))
+        page.reload()
+        page.get_by_label("What answers").select_option("sql (adapter of one)")
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "one"}]}))
+        page.reload()
+        page.get_by_text("ready").wait_for()
+        assert page.get_by_label("What answers").count() == 0
+
+
 def test_stop_ends_the_request_in_the_engine(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/")
     say(page, "go on", Max_tokens="3000")

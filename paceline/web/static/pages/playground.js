@@ -19,6 +19,8 @@ const values = signal({ explain: true });
 /** @type {{ value: Record<string, string> }} what the server does without a field */
 const defaults = signal({});
 const model = signal("");
+/** @type {{ value: { id: string, parent?: string | null }[] }} models and adapters of the server */
+const models = signal([]);
 /** @type {{ value: any[] }} */
 const turns = signal([]);
 /** @type {{ value: AbortController | null }} */
@@ -33,7 +35,8 @@ const rawBody = signal("");
 
 async function learn() {
   try {
-    model.value = (await getJson("/v1/models")).data[0].id;
+    models.value = (await getJson("/v1/models")).data;
+    if (!models.value.some(({ id }) => id === model.value)) model.value = models.value[0].id;
     rawBody.value ||= JSON.stringify(
       { model: model.value, messages: [{ role: "user", content: "Say hello." }], max_tokens: 32 }, null, 2);
     const told = (await getJson("/props")).default_generation_settings?.params ?? {};
@@ -330,10 +333,19 @@ function Input({ field }) {
     at && h("div", { class: "error", role: "alert", id: `bad-${name}` }, visible(at.message)));
 }
 
+/** What answers, where there is a choice. */
+function Picker() {
+  if (models.value.length < 2) return null;
+  return h("fieldset", null, h("legend", null, "Model"), h("div", { class: "fields" },
+    h("label", { class: model.value === models.value[0].id ? "wide" : "wide changed" }, h("span", null, "What answers"),
+      h("select", { value: model.value, onChange: (/** @type {any} */ event) => (model.value = event.target.value) },
+        models.value.map(({ id, parent }) => h("option", { value: id, key: id }, visible(parent ? `${id} (adapter of ${parent})` : id)))))));
+}
+
 function Settings() {
   const groups = ["Talk", "Sampling", "Promise", "Tell", "Shape"];
   const titles = { Talk: "Conversation", Sampling: "Sampling", Promise: "What this request needs", Tell: "What to tell", Shape: "Tools and shape" };
-  return h("aside", { "aria-label": "Settings of the next request" }, groups.map((group) => {
+  return h("aside", { "aria-label": "Settings of the next request" }, h(Picker, null), groups.map((group) => {
     const own = FIELDS.filter((field) => field.group === group && (!field.only || field.only === mode.value));
     return own.length > 0 && h("fieldset", { key: group },
       h("legend", null, titles[/** @type {keyof typeof titles} */ (group)]),
