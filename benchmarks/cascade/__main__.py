@@ -7,7 +7,8 @@ one is scripted: the checker's own answer, wrong by a rate per kind; with ``LARG
 that model, really run.
 
 * ``auroc``, ``apgr``, ``calls_saved``: in ten folds, with bootstrap intervals; ``apgr`` is 0.5 for
-  a random choice; baselines are an oracle and the longest prompts first;
+  a random choice; baselines are an oracle, one who knows which small answers are right, and the
+  longest prompts first;
 * ``bound``: the mean loss over 20 splits of 200 labels to fit, 200 to calibrate and 100 to test;
 * ``unseen_kind``: the kinds held out, with scorers that never saw them;
 * ``router_us``: one decision, from the prompt and the answer's tokens to the score;

@@ -88,6 +88,8 @@ def in_folds(rows: Sequence[Measured]) -> dict[str, dict[str, Any]]:
     outcomes = outcomes_of(rows)
     scores = {mode: out_of_fold(rows, mode, FIRST) for mode in MODES}
     scores["oracle"] = oracle(outcomes)  # type: ignore[index]
+    # a judge of the small answers that is never wrong, and knows nothing of the large ones
+    scores["small known"] = outcomes.small  # type: ignore[index]
     scores["longest first"] = np.array([-float(len(r.prompt.text)) for r in rows])  # type: ignore[index]
     good = [row.is_good for row in rows]
     found: dict[str, dict[str, Any]] = {}

@@ -33,7 +33,7 @@ _SECONDS, _LOAD = 300.0, 2.0
 _TTFT: Final = 2.0
 _BOUNDS: Final = (0.05, 0.15)
 _FULL_WAIT: Final = 1.0
-_SPLITS: Final = 3
+_SPLITS: Final = 20
 
 
 def _arrivals(seed: int, seconds: float) -> Iterator[Arrival]:

@@ -102,7 +102,7 @@ class Gateway:
             config, self._picker, now, lambda: self.upstreams.has_bounds
         )
         self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
-        self._hedges = HedgeBudget(config.hedge_share)
+        self.hedges = HedgeBudget(config.hedge_share)
         self._lengths = Lengths()
         self._bytes_per_token = BytesPerToken()
         self._limiter = _limiter(config, keys)
@@ -320,7 +320,7 @@ class Gateway:
             picker=self._picker,
             flow_control=self.flow_control,
             retry_budget=self.budget,
-            hedge_budget=self._hedges,
+            hedge_budget=self.hedges,
             metrics=self.metrics,
             now=self.now,
             incoming=incoming,

@@ -17,8 +17,9 @@ from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.requests.prompt_size import PromptSize
 from paceline.gateway.routing.routes import Endpoint, Route, Routes
+from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.prices import Used
-from paceline.routing import Demand
+from paceline.routing import Demand, HedgeBudget
 
 if TYPE_CHECKING:
     from paceline.routing.cascade import Conversations
@@ -47,6 +48,8 @@ class Relaying(Protocol):
     routes: Routes
     metrics: GatewayMetrics
     spending: Spending
+    hedges: HedgeBudget
+    config: GatewayConfig
     now: Callable[[], float]
 
     async def relay(self, asked: Asked, note: Mapping[str, Any] = NO_NOTE) -> Usage:

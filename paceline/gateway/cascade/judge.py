@@ -132,6 +132,14 @@ class Judge:
         """Decide from the prompt alone."""
         return self._decide("route", prompt, None, wait)
 
+    def is_grey(self, prompt: Prompt, wait: float) -> bool:
+        """Whether a prompt alone leaves it open which model will answer."""
+        scale = self._scales.get("route")
+        if scale is None or not self.config.early_prefill:
+            return False
+        distance = abs(scale.score(prompt, None) - scale.threshold(wait))
+        return distance <= self.config.early_prefill
+
     def by_answer(
         self, prompt: Prompt, said: Said, wait: float, known: Decision | None = None
     ) -> Decision:

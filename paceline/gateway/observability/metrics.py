@@ -103,6 +103,12 @@ class GatewayMetrics:
             "cascade_drift",
             "Distance of a cascade's latest 200 scores from those of its labels, 0 to 1.",
         )
+        self._early = self._of_model(
+            "counter",
+            "cascade_early",
+            "Requests that the large model began while a prefix was held: used, wasted.",
+            "result",
+        )
         self._audited = self._of_model(
             "counter", "cascade_audited", "Requests that both models of a cascade were asked."
         )
@@ -181,6 +187,9 @@ class GatewayMetrics:
 
     def cascade_drifts(self, model: str, distance: float) -> None:
         self._drift.at(model).value = distance
+
+    def cascade_early(self, model: str, result: str) -> None:
+        self._early.at(model, result).value += 1
 
     def cascade_audited(self, model: str, loss: float, is_broken: bool) -> None:
         """Count a request that both models were asked; ``loss``: of the latest ones."""

@@ -493,7 +493,7 @@ def test_a_gateway_without_cascades_loads_no_numpy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-APIS = {
+APIS: dict[str, Any] = {
     "/v1/completions": lambda text: {"prompt": text},
     "/v1/responses": lambda text: {"input": text, "store": False, "instructions": "be brief"},
     "/v1/messages": lambda text: {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -65,19 +66,39 @@ def post(
     return http.post(path, json=body, headers=headers)
 
 
+APIS: dict[str, Any] = {
+    CHAT: lambda model, stream, text: chat(
+        model=model, stream=stream, messages=[{"role": "user", "content": text}]
+    ),
+    "/v1/completions": lambda model, stream, text: {
+        "model": model, "stream": stream, "prompt": text,
+    },
+    "/v1/responses": lambda model, stream, text: {
+        "model": model, "stream": stream, "input": text, "store": False,
+    },
+    "/v1/messages": lambda model, stream, text: {
+        "model": model, "stream": stream, "max_tokens": 9,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": text}]}],
+    },
+}  # fmt: skip
+
 ASKED = {
     "fault": st.sampled_from(sorted(FAULTS)),
     "mode": st.sampled_from(["route", "cascade", "prefix"]),
     "reason": st.sampled_from(REASONS),
     "stream": st.booleans(),
     "model": st.sampled_from(["chat", "far", "small", "own"]),
+    "path": st.sampled_from(sorted(APIS)),
 }
 
 
 @settings(max_examples=25, deadline=None)
 @given(**ASKED)
-@example(fault="good", mode="route", reason=REASONS[0], stream=False, model="chat")
-@example(fault="good", mode="prefix", reason=REASONS[2], stream=False, model="chat")
+@example(fault="good", mode="route", reason=REASONS[0], stream=False, model="chat", path=CHAT)
+@example(fault="stream", mode="prefix", reason=REASONS[0], stream=True, model="chat", path=CHAT)
+@example(
+    fault="good", mode="prefix", reason=REASONS[2], stream=False, model="chat", path="/v1/messages"
+)
 def test_no_byte_reaches_a_cloud_under_any_fault(**asked: Any) -> None:
     asyncio.run(_no_byte(**asked))
 
@@ -90,13 +111,17 @@ def test_no_byte_reaches_a_cloud_under_any_fault_at_length(**asked: Any) -> None
 
 
 async def _no_byte(
-    fault: str, mode: Any, reason: tuple[str, str, str], stream: bool, model: str
+    fault: str, mode: Any, reason: tuple[str, str, str], stream: bool, model: str, path: str
 ) -> None:
-    path = str(PATHS[0])
+    calibrated, kept = PATHS[0], Path(PATHS[0]).with_name("kept")
     models = (
         ModelConfig(
             name="chat", tiers=(("e2:m",),), length_over={"9": "far"},
-            cascade=CascadeConfig(small="small", mode=mode, calibration=path, prefix_tokens=2),
+            # whatever could ask a second model besides
+            cascade=CascadeConfig(
+                small="small", mode=mode, calibration=calibrated, prefix_tokens=2, shadow=1.0,
+                early_prefill=1.0 if mode == "prefix" else 0.0, shadow_file=str(kept),
+            ),
         ),
         ModelConfig(name="small", tiers=(("e1:m",), ("e2:m",))),
         # a cloud alone, and a model that keeps everything
@@ -111,18 +136,20 @@ async def _no_byte(
             stall_timeout=0.2, first_byte_timeout=0.3, spend_storage="", **RULES,
         )  # fmt: skip
         gateway, http = await stack.enter_async_context(gateway_over(config, KEYS))
-        body = chat(model=model, stream=stream, messages=[{"role": "user", "content": reason[2]}])
-        response = await post(http, CHAT, reason, body)
+        gateway.hedges._saved = 5.0
+        response = await post(http, path, reason, APIS[path](model, stream, reason[2]))
         assert two.bodies == [] and two.paths == []
         assert "cloud" not in response.text.replace("to a cloud", "").replace("are clouds", "")
         # by the length of its prompt
-        is_far = model == "far" or (model == "chat" and len(reason[2]) > 9)
+        is_far = model == "far" or (model == "chat" and len(reason[2]) > 9 and path == CHAT)
         if is_far:
             assert response.status_code == 503 and "may not go to a cloud" in response.text
-        elif fault == "good" and model == "chat" and not stream:
+        elif fault == "good" and model == "chat" and not stream and path == CHAT:
             assert response.json()["choices"][0]["message"]["content"] == "fine"
             assert 'why="local_only"' in response.headers["x-paceline-cascade"]
         await until(lambda: is_clean(gateway))
+        # and no prompt of it is kept
+        assert two.bodies == [] and not kept.exists()
 
 
 PATHS: list[str] = []

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.gateway import Gateway
 from paceline.gateway.cascade.judge import Judge
 from paceline.gateway.settings.calibration import Shadow
 from paceline.gateway.settings.cascade import CascadeConfig, check_cascade
@@ -31,7 +30,7 @@ def lines(path: Path) -> list[Shadow]:
     return [msgspec.json.decode(line, type=Shadow) for line in path.read_bytes().split(b"\n")[1:]]
 
 
-def audited(gateway: Gateway) -> int:
+def audited(gateway: Any) -> int:
     return len(gateway._cascades._judges["chat"].audit._recent)
 
 
@@ -53,10 +52,12 @@ async def test_both_models_are_asked_once_the_caller_has_its_answer(tmp_path: Pa
         assert set(line.chat) == {"messages", "tools"} and b"Yes." in bytes(line.small)
         assert b'"no"' in bytes(line.large) and line.small_digest and line.large_digest
         assert file.stat().st_mode & 0o077 == 0
-        # nothing counts against the caller's rate but its own request
-        assert (await http.get("/status")).status_code == 200
+        # nothing counts against the caller's rate but its own two requests
+        again = await http.post(CHAT, json=asked())
+        assert again.headers["x-ratelimit-remaining-tokens"] == "970"
+        await until(lambda: len(lines(file)) == 2 and is_clean(gateway))
         text = (await http.get("/metrics")).text
-        assert metric(text, f"{NAME}audited_total", model="chat") == 1
+        assert metric(text, f"{NAME}audited_total", model="chat") == 2
         assert metric(text, f"{NAME}audited_loss", model="chat") == 1.0
         assert metric(text, f"{NAME}alarm", model="chat") == 0.0
 

@@ -45,7 +45,7 @@ def _known(gateway: Any, first: str = "e1") -> None:
         if name != first:
             # slower to its end, so it is the second choice
             gateway.upstreams.by_name[name].load.latency._next._w[0] *= 2.0
-    gateway._hedges._saved = 5.0
+    gateway.hedges._saved = 5.0
 
 
 @pytest.mark.parametrize("first", [LATE, ROLE_ONLY], ids=["nothing", "a role"])
@@ -250,7 +250,7 @@ async def test_hedges_are_a_share_of_the_requests() -> None:
         gateway_over(configured(one, two, **{**HEDGED, "hedge_share": 0.2})) as (gateway, client),
     ):
         _known(gateway)
-        gateway._hedges._saved = 0.0
+        gateway.hedges._saved = 0.0
         for engine in gateway.upstreams.by_name.values():
             engine.load.latency.late_factor = lambda: 1.0  # type: ignore[method-assign]
         sent = [client.post(CHAT, json=chat(stream=True)) for _ in range(10)]
@@ -351,7 +351,7 @@ async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert len(one.bodies) == 1 and not two.bodies
         # and it is not paid for: of the three attempts and five hedges that there were
-        assert gateway.budget.left(gateway.now()) > 2.2 and gateway._hedges.left == 5.0
+        assert gateway.budget.left(gateway.now()) > 2.2 and gateway.hedges.left == 5.0
 
 
 async def test_a_second_engine_that_answers_whole_has_answered() -> None:
