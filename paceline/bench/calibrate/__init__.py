@@ -4,5 +4,6 @@
 
     labels     prompts, each with a checker        checkers   an answer -> its quality, 0 to 1
     asking     both models asked, answers kept     curves     cost against quality, with baselines
+    shadows    shadow traffic of a gateway, instead of labels
     fitting    answers -> scorers -> the calibration file
 """

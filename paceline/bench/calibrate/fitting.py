@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -106,9 +106,15 @@ def out_of_fold(
 
 
 def calibrate(
-    rows: Sequence[Measured], small: Side, large: Side, first: int, seed: int = 0
+    rows: Sequence[Measured],
+    small: Side,
+    large: Side,
+    first: int,
+    seed: int = 0,
+    labels: Literal["checked", "shadow"] = "checked",
 ) -> Calibration:
-    """Fit scorers on one part of the labels, and score the others for the thresholds."""
+    """Fit scorers on one part of the labels, and score the others for the thresholds; ``labels``:
+    what told which answers are good."""
     order = np.random.default_rng(seed).permutation(len(rows))
     split = max(1, int(len(rows) * _FIT_SHARE))
     fitting, held = ([rows[i] for i in part] for part in (order[:split], order[split:]))
@@ -121,5 +127,10 @@ def calibrate(
         scores = scores_of(scorer, held, mode, first)
         found[mode] = Fitted(scorer.to_bytes(), scores.tolist(), losses)
     return Calibration(
-        small=small, large=large, prefix_tokens=first, num_labels=len(rows), fitted=found
+        small=small,
+        large=large,
+        prefix_tokens=first,
+        num_labels=len(rows),
+        fitted=found,
+        labels=labels,
     )

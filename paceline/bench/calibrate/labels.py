@@ -47,6 +47,8 @@ class Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # name of a group, for figures by group
     kind: str = ""
     max_tokens: int = 256
+    # fields of a chat that came through a gateway, instead of a prompt or messages
+    fields: dict[str, Any] = {}
 
     @property
     def chat(self) -> list[dict[str, Any]]:
@@ -60,12 +62,13 @@ class Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def body(self, model: str = "") -> dict[str, Any]:
         """Return the request's body."""
-        return {
+        asked = {
             "model": model,
             "messages": self.chat,
             "max_tokens": self.max_tokens,
             "temperature": 0,
         }
+        return asked | self.fields
 
     def as_read(self) -> Body:
         """Return the body as a gateway reads it."""
@@ -99,6 +102,8 @@ def _check(label: Label) -> None:
     told = [name for name in names if getattr(check, name) is not None]
     if len(told) != 1:
         raise ConfigError(f"check needs one of {', '.join(names)}, got {', '.join(told) or 'none'}")
+    if label.fields:
+        raise ConfigError("fields are for shadow traffic alone")
     if bool(label.prompt) == bool(label.messages):
         raise ConfigError("give either a prompt or messages")
     if check.program == []:

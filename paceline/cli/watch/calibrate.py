@@ -35,6 +35,7 @@ of these, and 200 leave far more to the small model.
 
 example:
   paceline calibrate gateway.toml --model chat --labels labels.jsonl -o chat.json
+  paceline calibrate gateway.toml --model chat --shadow -o chat.json
 """
 # failures that are printed
 _SHOWN: Final = 3
@@ -51,8 +52,13 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--model", default="", metavar="NAME", help="model with a cascade; default: the only one"
     )
-    parser.add_argument(
-        "--labels", type=Path, required=True, metavar="FILE", help="JSON lines, see below"
+    labels = parser.add_mutually_exclusive_group(required=True)
+    labels.add_argument("--labels", type=Path, metavar="FILE", help="JSON lines, see below")
+    labels.add_argument(
+        "--shadow",
+        action="store_true",
+        help="take the gateway's shadow_file instead: nothing is asked, and a small answer counts "
+        "as good where it says the same as the large one",
     )
     parser.add_argument(
         "-o",
@@ -73,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.bench.calibrate.fitting import calibrate
     from paceline.bench.calibrate.labels import read_labels
     from paceline.bench.calibrate.report import report
+    from paceline.bench.calibrate.shadows import read_shadows
     from paceline.files import write_private
     from paceline.gateway.settings.calibration import Side, digest_of
     from paceline.gateway.settings.config import read_config
@@ -85,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give --output FILE: the gateway's file names no calibration")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}")
-    labels = read_labels(args.labels)
+    labels = [] if args.shadow else read_labels(args.labels)
+    if args.shadow and not model.cascade.shadow_file:
+        raise ConfigError(f"model {model.name}: its cascade has no shadow_file")
     small_model = next(each for each in config.models if each.name == model.cascade.small)
     sources = {"small": _source(config, small_model), "large": _source(config, model)}
     sides = {}
@@ -101,7 +110,16 @@ def run(args: argparse.Namespace) -> int:
         kept = f"{side} {sides[side].digest}"
         asking = partial(ask, source, logprobs=side == "small")
         failed += ask_all(kept, labels, answers, asking, _told(side))
-    rows, unchecked = _measure(labels, answers, {n: f"{n} {s.digest}" for n, s in sides.items()})
+    kept_as = {name: f"{name} {side.digest}" for name, side in sides.items()}
+    rows, unchecked = _measure(labels, answers, kept_as)
+    if args.shadow:
+        rows, others = read_shadows(Path(model.cascade.shadow_file), sides["small"], sides["large"])
+        if others:
+            print(
+                f"{others} of {others + len(rows)} chats were answered by other models, or cannot "
+                "be read: they are left out",
+                file=sys.stderr,
+            )
     for sentence in (*failed[:_SHOWN], *unchecked[:_SHOWN]):
         print(f"warning: {sentence}", file=sys.stderr)
     if failed or unchecked:
@@ -111,7 +129,11 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     made = _checked(rows, model.cascade.max_loss, output) and calibrate(
-        rows, sides["small"], sides["large"], model.cascade.prefix_tokens
+        rows,
+        sides["small"],
+        sides["large"],
+        model.cascade.prefix_tokens,
+        labels="shadow" if args.shadow else "checked",
     )
     assert made, "there are labels enough"
     for line in report(rows, made, model.cascade.max_loss):

@@ -14,7 +14,7 @@ from paceline.cli.main import main
 from paceline.gateway.settings.config import read_config
 from tests.gateway.cascade.helpers import places
 from tests.gateway.fault_server import Engine, scripted
-from tests.gateway.helpers import CHAT, GOOD, chat, gateway_over
+from tests.gateway.helpers import CHAT, GOOD, chat, gateway_over, until
 
 CONFIG = """
 spend_storage = ""
@@ -100,6 +100,42 @@ async def test_a_calibration_is_measured_and_used(
                 response = await http.post(CHAT, json=chat(model="chat", messages=messages))
                 assert response.headers["x-paceline-cascade"].startswith(f"{by};")
                 assert response.json()["choices"][0]["message"]["content"] == str(n)
+
+
+async def test_shadow_traffic_is_calibrated_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with AsyncExitStack() as stack:
+        answering = ({"/v1/chat/completions": say} for say in (small, large))
+        engines = [
+            await stack.enter_async_context(scripted(GOOD, pages=pages)) for pages in answering
+        ]
+        _, file, *_ = write(tmp_path, engines, 1)
+        text, kept = Path(file).read_text(), tmp_path / "kept.jsonl"
+        alone = text.replace(f'calibration = "{tmp_path / "chat.json"}"', "")
+        more = f'[models.cascade]\nshadow = 1.0\nshadow_file = "{kept}"'
+        Path(file).write_text(alone.replace("[models.cascade]", more))
+        arguments = ["calibrate", file, "--shadow", "-o", str(tmp_path / "chat.json")]
+        assert await run(arguments) == 2
+        assert "shadow traffic" in capsys.readouterr().err
+        async with gateway_over(read_config(Path(file))) as (_, http):
+            for n in range(60):
+                messages = [{"role": "user", "content": f"say {n}"}]
+                await http.post(CHAT, json=chat(model="chat", messages=messages))
+                await until(lambda: kept.exists() and kept.read_bytes().count(b"\n") > n)  # noqa: B023
+        asked = [engine.asked.count("/v1/chat/completions") for engine in engines]
+        # a killed gateway's last line, and a chat with another model
+        line = json.loads(kept.read_bytes().splitlines()[1])
+        kept.write_bytes(kept.read_bytes() + b"\n[1,\n" + json.dumps(["0", *line[1:]]).encode())
+        assert await run(arguments) == 0
+        told = capsys.readouterr()
+        assert "60 labels: quality 0.500 of the small model, 1.000 of the large one" in told.out
+        assert "2 of 62 chats were answered by other models" in told.err
+        assert asked == [engine.asked.count("/v1/chat/completions") for engine in engines]
+        assert json.loads((tmp_path / "chat.json").read_bytes())["labels"] == "shadow"
+        Path(file).write_text(text)
+        assert await run(arguments) == 2
+        assert "model chat: its cascade has no shadow_file" in capsys.readouterr().err
 
 
 async def test_too_few_labels_are_counted_and_what_failed_is_told(
