@@ -91,6 +91,8 @@ class RequestSpec:
     cache_salt: str | None = None
     # None: the model as it is
     adapter: AdapterUse | None = None
+    # seconds from arrival until its adapter was in memory and the request was added
+    adapter_wait: float = 0.0
     # id of the request whose prompt this one waits for (n > 1), to share its blocks copy-on-write
     fork_of: str | None = None
     # number of forks of it that will be added next: the queue takes all of them or none

@@ -53,8 +53,11 @@ def choice_ids(request: GenerationRequest) -> tuple[str, ...]:
     return tuple(choice_id(request.request_id, index) for index in open_choices(request))
 
 
-def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
+def add_to_core(core: EngineCore, request: GenerationRequest, adapter_wait: float = 0.0) -> None:
     """Queue every choice of a request, or none of them.
+
+    Args:
+        adapter_wait: seconds that it waited for its adapter.
 
     Raises:
         RequestError: refused; the engine holds nothing of this request.
@@ -90,6 +93,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
                 priority=request.priority,
                 cache_salt=salt,
                 adapter=adapter,
+                adapter_wait=adapter_wait,
                 slo=request.slo,
                 tenant=request.tenant,
                 fork_of=choice_id(request.request_id, 0) if index and is_new else None,

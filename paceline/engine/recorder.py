@@ -11,9 +11,10 @@ One JSON object a line. The first is a header, the last counts the dropped recor
     {"end": true, "steps": 900, "requests": 40, "dropped": 0}
 
 Times are seconds of the engine's clock. ``rows`` lists rows of several tokens; rows of one token
-are counted, with the sum and the maximum of the positions before them. The step loop only puts
-references on a bounded queue; a thread formats and writes. When the queue is full a record is
-dropped, and counted.
+are counted, with the sum and the maximum of the positions before them. A step with adapters has
+``"adapters": [bytes, products]``, and a request with one ``"adapter"``, a name for its contents.
+The step loop only puts references on a bounded queue; a thread formats and writes. When the queue
+is full a record is dropped, and counted.
 
 This module does not know models or HTTP.
 """
@@ -24,7 +25,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TextIO
@@ -199,7 +200,7 @@ class FileRecorder:
                         open_requests[record.request.request_id] = record
                         continue
                     if isinstance(record, _Stepped):
-                        self._write(_step(record))
+                        self._write(_step(record, open_requests))
                         steps += 1
                         now = record.done
                         ended = [u.request_id for u in record.updates if u.finish_reason]
@@ -233,11 +234,16 @@ class FileRecorder:
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
-def _step(record: _Stepped) -> dict[str, Any]:
+def _step(record: _Stepped, requests: Mapping[str, _Added]) -> dict[str, Any]:
     wide = []
+    sizes: dict[int, int] = {}
+    products = 0
     rows = keys = longest = samples = 0
-    for _, start, num_tokens, _, sampled in record.plan.rows:
+    for request_id, start, num_tokens, _, sampled in record.plan.rows:
         samples += sampled
+        if (added := requests.get(request_id)) and (use := added.request.asked.adapter):
+            sizes[use.slot] = use.num_bytes
+            products += use.num_products * num_tokens
         if num_tokens == 1:
             rows += 1
             keys += start
@@ -252,7 +258,7 @@ def _step(record: _Stepped) -> dict[str, Any]:
         "rows": wide,
         "narrow": (rows, keys, longest),
         "samples": samples,
-    }
+    } | ({"adapters": (sum(sizes.values()), products)} if sizes else {})
 
 
 def _request(added: _Added, now: float) -> dict[str, Any]:
@@ -274,4 +280,4 @@ def _request(added: _Added, now: float) -> dict[str, Any]:
         "slo": asdict(request.asked.slo),
         "tenant": request.asked.tenant,
         "priority": request.asked.priority,
-    }
+    } | ({} if request.asked.adapter is None else {"adapter": request.asked.adapter.key.hex()[:16]})

@@ -153,6 +153,8 @@ class AdapterStatus(msgspec.Struct, frozen=True, tag="adapter", array_like=True)
     kind: str = ""
     # SHA-256 of its contents; empty: it was not loaded yet
     digest: str = ""
+    # that loading took, of a resident one
+    seconds: float = 0.0
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -223,7 +225,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_waiting: int | None = None
     # None: the engine generates tokens
     pooling: PoolingInfo | None = None
-    # bytes for adapters; 0: the engine has none
+    # bytes for adapters; 0: the engine has none. Those that may run at once; None: any number
     adapter_bytes: int = 0
     # what KV blocks depend on, in hexadecimal, and the port at which peers ask for them; empty and
     # 0: they are not kept, or not given away
@@ -247,6 +249,7 @@ class BlockStats(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int = 0
     # by kind, see ``blocks.store.Counts``
     errors: tuple[tuple[str, int], ...] = ()
+    max_adapters: int | None = None
 
 
 class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,6 +278,24 @@ class ClassUse(NamedTuple):
     num_blocks: int
 
 
+class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters of one engine, up to a tenth of a second old."""
+
+    num_bytes: int = 0
+    num_resident: int = 0
+    # since start: loads by outcome ("loaded", "failed", "no_room") and their seconds, adapters that
+    # left memory by reason ("room", "unloaded"), and seconds that requests waited for theirs
+    loads: tuple[tuple[str, int], ...] = ()
+    load_seconds: float = 0.0
+    gone: tuple[tuple[str, int], ...] = ()
+    wait_seconds: float = 0.0
+    # keys of those that requests run with, and of those that only waiting requests name; the
+    # busiest, and how many others
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    num_others: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot, sent with every step and at least once a second when idle."""
 
@@ -292,6 +313,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     finished_answers_bytes: int = 0
     # None: no blocks are kept or sent
     blocks: BlockStats | None = None
+    # None: the engine has none
+    adapters: AdapterStats | None = None
 
     @classmethod
     def at_rest(cls, info: EngineInfo) -> EngineStats:

@@ -141,6 +141,11 @@ class Family(Generic[_S]):
             self._lines.append((series, lines))
         return series
 
+    def forget(self) -> None:
+        """Drop every series, of a family whose labels change."""
+        self._series.clear()
+        self._lines.clear()
+
     def head(self) -> str:
         """Return the lines HELP and TYPE."""
         text = self.text.replace("\\", r"\\").replace("\n", r"\n")

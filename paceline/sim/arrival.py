@@ -30,6 +30,8 @@ class Arrival:
     tpot: float | None = None
     deadline: float | None = None
     tenant: str = ""
+    # name of its LoRA adapter; "": none
+    adapter: str = ""
     model: str = ""
     priority: int = 0
 

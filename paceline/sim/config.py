@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.errors import ConfigError
+from paceline.sim.adapters import AdapterSettings
 from paceline.sim.speculation import check_acceptance
 from paceline.speculation.settings import SpeculationSettings
 
@@ -44,6 +45,8 @@ class ReplicaConfig:
     # probability that a draft is right, by its index in the row, given that those before it are; at
     # most this many drafts are made; (): none, whatever the engine's settings say
     acceptance: tuple[float, ...] = ()
+    # of requests that have one
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
 
     def __post_init__(self) -> None:
         if self.pipeline_depth < 1:

@@ -37,6 +37,8 @@ class RecordedStep:
     longest: int
     # rows that sampled a token
     samples: int
+    # of the adapters of its rows: bytes, and products
+    adapters: tuple[int, int] = (0, 0)
 
     @property
     def wide_tokens(self) -> int:
@@ -67,6 +69,8 @@ class RecordedRequest:
     slo: dict[str, Any]
     tenant: str
     priority: int
+    # a name for its adapter's contents; "": it had none
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,7 @@ class Recording:
                 tpot=slo["tpot"],
                 deadline=slo["deadline"],
                 tenant=request.tenant,
+                adapter=request.adapter,
                 priority=request.priority,
             )
 
@@ -150,6 +155,7 @@ def _config(record: dict[str, Any]) -> ReplicaConfig:
 
 def _step(record: dict[str, Any]) -> RecordedStep:
     rows, keys, longest = record["narrow"]
+    adapters = record.get("adapters", (0, 0))
     return RecordedStep(
         planned=float(record["planned"]),
         done=float(record["done"]),
@@ -159,6 +165,7 @@ def _step(record: dict[str, Any]) -> RecordedStep:
         narrow_keys=int(keys),
         longest=int(longest),
         samples=int(record["samples"]),
+        adapters=(int(adapters[0]), int(adapters[1])),
     )
 
 
@@ -178,4 +185,5 @@ def _request(record: dict[str, Any]) -> RecordedRequest:
         slo=dict(record["slo"]),
         tenant=str(record["tenant"]),
         priority=int(record["priority"]),
+        adapter=str(record.get("adapter", "")),
     )

@@ -20,6 +20,7 @@ This module does not know other replicas, or where arrivals come from.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,14 @@ from operator import itemgetter
 
 from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
-from paceline.core.request import Request, RequestSpec
+from paceline.core.pacing.request_admission import longest_wait
+from paceline.core.request import AdapterUse, Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 from paceline.engine.recorder import Recorder
 from paceline.errors import EngineDeadError, NeverFitsError, QueueFullError, RequestError
+from paceline.sim.adapters import SimulatedAdapters
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import Delays, ReplicaConfig
 from paceline.sim.prompts import PromptMaker
@@ -113,6 +116,10 @@ class Replica:
         self._on_end = on_end
         self._on_plan = on_plan
         self._recorder = recorder
+        # None: no request has had one. Requests that wait for theirs, and those of other requests
+        self._adapters: SimulatedAdapters | None = None
+        self._held: dict[str, Job] = {}
+        self._uses: dict[str, AdapterUse] = {}
         self._depth = config.pipeline_depth
         self._outbound = config.delays.outbound
         self._loop_seconds = config.delays.loop
@@ -135,7 +142,12 @@ class Replica:
     @property
     def num_unfinished(self) -> int:
         """Requests in the inbox, waiting and running."""
-        return len(self._inbox) + len(self._jobs)
+        return len(self._inbox) + len(self._held) + len(self._jobs)
+
+    @property
+    def num_evicted_adapters(self) -> int:
+        """Adapters that left memory for others."""
+        return 0 if self._adapters is None else self._adapters.num_evicted
 
     # ------------------------------------------------------------------ driven by the simulator
 
@@ -179,6 +191,9 @@ class Replica:
         if inbox and not steps:
             wake = inbox[0].inbox_at
             self.due = wake if self.due is None else min(self.due, wake)
+        if self._held and self._adapters is not None and not steps:
+            wake = self._adapters.next_at
+            self.due = wake if self.due is None else min(self.due, wake)
 
     # ------------------------------------------------------------------ inside
 
@@ -188,7 +203,9 @@ class Replica:
         while inbox and inbox[0].inbox_at <= now:
             if inbox[0].received and scheduler.has_unfinished and not self._has_room(inbox[0]):
                 break
-            self._add(inbox.popleft(), now)
+            self._take(inbox.popleft(), now)
+        if self._held:
+            self._admit_ready(now)
         if scheduler.has_unfinished or steps:
             while len(steps) < depth and not (steps and scheduler.awaits_tokens):
                 plan = scheduler.schedule(now)
@@ -197,13 +214,45 @@ class Replica:
                 self._execute(plan, now)
             for expired in scheduler.take_expired():
                 job = self._jobs.pop(expired.request_id)
+                self._uses.pop(expired.request_id, None)
                 job.retry_after = expired.error.retry_after
                 expiry = expired.error.reason == "expired"
                 self._on_end(self, job, "waited too long" if expiry else expired.error.reason, now)
                 if self._recorder is not None:
                     self._recorder.ended((expired.request_id,), now)
 
-    def _add(self, job: Job, now: float) -> None:
+    def _take(self, job: Job, now: float) -> None:
+        """Add a request, or hold it until its adapter is in memory."""
+        arrival, request_id = job.arrival, f"{job.number}/0"
+        if not arrival.adapter:
+            self._add(job, now)
+            return
+        if self._adapters is None:
+            self._adapters = SimulatedAdapters(self.config.adapters)
+        slo = slo_of(arrival)
+        wait = self._adapters.wait(arrival.adapter)
+        if wait > longest_wait(self.scheduler.config.max_predicted_ttft_s, slo, slo.ttft):
+            job.retry_after = wait
+            self._on_end(self, job, "predicted-ttft", now)
+            return
+        # leases of requests that have ended since end
+        self._admit_ready(now)
+        due = math.inf if slo.ttft is None else arrival.at + slo.ttft
+        use = self._adapters.hold(request_id, arrival.adapter, now, due)
+        if use is None:
+            self._held[request_id] = job
+        else:
+            self._add(job, now, use)
+
+    def _admit_ready(self, now: float) -> None:
+        assert self._adapters is not None
+        for request_id, use in self._adapters.ready(now, self._jobs.keys()):
+            job = self._held.pop(request_id)
+            self._add(job, now, use, max(0.0, now - job.arrival.at))
+
+    def _add(
+        self, job: Job, now: float, adapter: AdapterUse | None = None, waited: float = 0.0
+    ) -> None:
         arrival = job.arrival
         output = job.output_tokens
         most = self.config.max_tokens
@@ -225,6 +274,8 @@ class Replica:
                     priority=arrival.priority,
                     slo=slo_of(arrival),
                     tenant=arrival.tenant,
+                    adapter=adapter,
+                    adapter_wait=waited,
                 )
             )
             self.scheduler.add_request(request)
@@ -235,6 +286,8 @@ class Replica:
             return
         job.request = request
         self._jobs[request_id] = job
+        if adapter is not None:
+            self._uses[request_id] = adapter
         if self._recorder is not None:
             self._recorder.added(request, now)
         if job.received:
@@ -253,6 +306,8 @@ class Replica:
 
     def _execute(self, plan: SchedulerOutput, now: float) -> None:
         seconds = self._times.seconds(plan)
+        if self._uses and self._adapters is not None:
+            seconds += self._adapters.seconds(plan.rows, self._uses)
         moving = self.config.cache.swap_block_seconds
         begin = max(now, self._backend_free)
         start = begin + moving * len(plan.swaps)
@@ -318,6 +373,7 @@ class Replica:
             self._recorder.stepped(step.plan, step.planned, now, step.seconds, updates)
         for update in updates:
             job = self._jobs.pop(update[0])
+            self._uses.pop(update[0], None)
             job.last_token = now
             self._on_end(self, job, "", now)
 

@@ -128,6 +128,8 @@ class Totals:
     busy_seconds: tuple[float, ...]
     # most requests that waited at once, by replica
     most_waiting: tuple[int, ...]
+    # times that an adapter left memory for another one
+    num_evicted_adapters: int = 0
 
 
 class _Arrivals:
@@ -284,6 +286,7 @@ class Simulator:
             num_preemptions=self._num_preemptions,
             busy_seconds=tuple(replica.busy_seconds for replica in self._replicas),
             most_waiting=tuple(replica.most_waiting for replica in self._replicas),
+            num_evicted_adapters=sum(each.num_evicted_adapters for each in self._replicas),
         )
 
     # ------------------------------------------------------------------ inside

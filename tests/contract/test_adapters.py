@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file, save_file
 
 from paceline.backends.native import unavailable_reason
@@ -190,6 +191,26 @@ async def test_few_places_serve_many_adapters(folder: Path, exact: dict[str, lis
         books = client._core.adapters.books  # type: ignore[union-attr]
         assert books.num_evicted >= 4
         books.check_integrity()
+        idle = 'running_lora_adapters="",waiting_lora_adapters=""'
+        for _ in range(6000):
+            # an idle engine tells once a second
+            if idle in (text := (await http.get("/metrics")).text):
+                break
+            await asyncio.sleep(0.01)
+        samples = {f.name: f.samples for f in text_string_to_metric_families(text)}
+        (info,) = samples["vllm:lora_requests_info"]
+        assert info.labels["running_lora_adapters"] == info.labels["waiting_lora_adapters"] == ""
+        count = {s.name: s.value for each in samples.values() for s in each}
+        assert count["paceline:adapter_loads_total"] >= 6
+        assert count["paceline:adapter_evictions_total"] == books.num_evicted
+        assert count["paceline:adapters_resident"] == 1
+        assert count["paceline:adapter_wait_seconds_total"] > 0
+        # the wait is part of what a request is told, and of the time to its first token
+        body = {"model": "a", "prompt": PROMPT, "max_tokens": 2, "explain": True}
+        await say(http, "b")
+        answer = (await http.post("/v1/completions", json=body)).json()
+        (told,) = answer["usage"]["timeline"]
+        assert told["waited_ms"]["adapter"] > 0
 
 
 async def test_a_cap_on_adapters_of_one_step_delays_and_changes_nothing(

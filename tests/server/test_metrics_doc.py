@@ -8,10 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.backends.reference.null import NullBackend
-from paceline.engine.testing import null_client
+from paceline.engine.local import LocalEngineClient
+from paceline.engine.process.loop import engine_info
+from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.http.rate_limits.rates import KeyLimits
 from paceline.http.rate_limits.store import RateStore
 from paceline.server import ServerConfig, create_app
@@ -51,7 +54,9 @@ def rows(heading: str) -> Iterator[list[str]]:
 
 
 async def test_every_family_is_listed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = null_client(NullBackend(vocab_size=VOCAB))
+    core = null_core(NullBackend(vocab_size=VOCAB))
+    info = replace(engine_info(core, "null"), adapter_bytes=1)
+    client = LocalEngineClient(core, info, ByteTokenizer())
     # everything that has metrics of its own
     monkeypatch.setattr(RateStore, "shared", True)
     limits = KeyLimits(concurrent=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -81,11 +81,11 @@ class ModelAdapters:
         file = open_adapter(Path(path), self._config, max_rank)
         return PlannedAdapter(file, "float32" in (dtype, self._dtype if dtype == "auto" else ""))
 
-    def load(self, slot: int, opened: PlannedAdapter) -> tuple[str, int]:
+    def load(self, slot: int, opened: PlannedAdapter, pause: Callable[[], None]) -> tuple[str, int]:
         """Read an adapter and put it at ``slot``; return the digest of its contents and its bytes.
-        Raises CheckpointError."""
-        values = opened.file.read()
-        adapter = self._make(values, floats=opened.floats)
+        Calls ``pause`` after each small part of the work. Raises CheckpointError."""
+        values = opened.file.read(pause)
+        adapter = self._make(values, floats=opened.floats, pause=pause)
         self._by_slot[slot] = adapter
         return values.digest, min(adapter.num_bytes, opened.num_bytes)
 

@@ -131,9 +131,11 @@ class WorkerBackend:
             raise CheckpointError(f"{path}: a model that is pooled has no adapters")
         return self._adapters.open(path, max_rank, dtype)
 
-    def load_adapter(self, slot: int, opened: PlannedAdapter) -> tuple[str, int]:
+    def load_adapter(
+        self, slot: int, opened: PlannedAdapter, pause: Callable[[], None]
+    ) -> tuple[str, int]:
         assert self._adapters is not None, "opened without adapters"
-        return self._adapters.load(slot, opened)
+        return self._adapters.load(slot, opened, pause)
 
     def drop_adapter(self, slot: int) -> None:
         if self._adapters is not None and self._runner is not None:

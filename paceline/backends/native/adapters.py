@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class NativeAdapter(Owner):
         model: handle of the model, whose matrices it adds to.
         layers: of the model.
         floats: values are kept in float32; False: in bfloat16.
+        pause: called after each matrix.
 
     Raises:
         ConfigError: the model lacks a matrix that the adapter adds to.
@@ -31,7 +32,15 @@ class NativeAdapter(Owner):
 
     _FREE = "paceline_adapter_destroy"
 
-    def __init__(self, model: int, layers: int, values: AdapterValues, *, floats: bool) -> None:
+    def __init__(
+        self,
+        model: int,
+        layers: int,
+        values: AdapterValues,
+        *,
+        floats: bool,
+        pause: Callable[[], None] = lambda: None,
+    ) -> None:
         self._library = library()
         ranks = np.zeros((layers, len(MODULES)), dtype=np.int64)
         scales = np.zeros((layers, len(MODULES)), dtype=np.float32)
@@ -50,6 +59,7 @@ class NativeAdapter(Owner):
                     self.handle, *place, a.ctypes.data, b.ctypes.data
                 )
             )
+            pause()
 
     @property
     def num_bytes(self) -> int:

@@ -6,7 +6,7 @@ rows of them by an array of row numbers, which every kind of array allows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -149,9 +149,15 @@ class LoadedAdapter(Protocol):
 class AdapterMaker(Protocol):
     """Maker of adapters for one loaded model."""
 
-    def __call__(self, values: AdapterValues, *, floats: bool) -> LoadedAdapter:
-        """Make an adapter, on any thread, while the model runs. ``floats``: values are kept in
-        float32, else in bfloat16."""
+    def __call__(
+        self, values: AdapterValues, *, floats: bool, pause: Callable[[], None]
+    ) -> LoadedAdapter:
+        """Make an adapter, on any thread, while the model runs.
+
+        Args:
+            floats: values are kept in float32, else in bfloat16.
+            pause: called after each matrix.
+        """
 
 
 class LoadedModel(NamedTuple):

@@ -5,7 +5,7 @@ This module does not know files, requests or slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,7 +18,14 @@ __all__ = ["StepAdapters", "TorchAdapter"]
 class TorchAdapter:
     """An adapter's matrices on the model's device."""
 
-    def __init__(self, values: AdapterValues, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        values: AdapterValues,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        pause: Callable[[], None],
+    ) -> None:
         # by layer and module: [inputs, rank] and [rank, outputs], scaled
         self.products: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
         self.num_bytes = 0
@@ -27,6 +34,7 @@ class TorchAdapter:
             up = (torch.from_numpy(b).to(device, dtype) * pair.scale).T.contiguous()
             self.products[pair.layer, pair.module] = down, up
             self.num_bytes += down.nbytes + up.nbytes
+            pause()
 
 
 class StepAdapters:

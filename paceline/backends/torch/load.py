@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -131,8 +132,10 @@ class TorchLoader:
         swapped = min(num_blocks, num_host_blocks) if self.block_bytes else 0
         seconds = swap_seconds(move, swapped, self.block_bytes or 1)
 
-        def make_adapter(values: AdapterValues, *, floats: bool) -> TorchAdapter:
+        def make_adapter(
+            values: AdapterValues, *, floats: bool, pause: Callable[[], None]
+        ) -> TorchAdapter:
             own = torch.float32 if floats else torch.bfloat16
-            return TorchAdapter(values, dtype=own, device=device)
+            return TorchAdapter(values, dtype=own, device=device, pause=pause)
 
         return LoadedModel(step, TorchSampler(), token_logprobs, seconds, make_adapter)

@@ -136,9 +136,9 @@ class AdapterFile:
         """Values of all matrices, which is also the number of products for each row."""
         return sum(math.prod(shape) for pair in self.pairs for shape in pair.shapes)
 
-    def read(self) -> AdapterValues:
-        """Read everything. Raises CheckpointError for values that are not finite, or if all of B is
-        zero, so that the adapter would do nothing."""
+    def read(self, pause: Callable[[], None] = lambda: None) -> AdapterValues:
+        """Read everything, and call ``pause`` after each pair. Raises CheckpointError for values
+        that are not finite, or if all of B is zero, so that the adapter would do nothing."""
         digest, pairs, changes = hashlib.sha256(), [], False
         for pair, a, b in self._values():
             for name, values in zip(pair.names, (a, b), strict=True):
@@ -150,6 +150,7 @@ class AdapterFile:
             digest.update(a.data)
             digest.update(b.data)
             pairs.append((pair, a, b))
+            pause()
         if not changes:
             raise CheckpointError(
                 f"{self.path}: {self.pairs[0].names[1]} and every other B hold zeros alone, so the "

@@ -12,7 +12,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, parts_of
+from paceline.cli.flags.arguments import (
+    Parser,
+    bounded_float,
+    bounded_int,
+    parts_of,
+    size_with_unit,
+)
 from paceline.cli.flags.plugins import load_policy, policy_names
 from paceline.cli.flags.scheduling_options import (
     ADMISSION,
@@ -25,6 +31,7 @@ from paceline.cli.flags.scheduling_options import (
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from paceline.sim.adapters import AdapterSettings
     from paceline.sim.arrival import Arrival
     from paceline.sim.replica import ReplicaConfig
     from paceline.sim.report.metrics import Metrics, Summary
@@ -118,6 +125,22 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="P[,P...]",
         help="probability that each draft token is accepted if those before it were: at most this "
         "many are drafted, as --speculative-config says (default: no drafts)",
+    )
+    group.add_argument(
+        "--max-loras", type=bounded_int(1), help="different adapters that run at once, at most"
+    )
+    group.add_argument(
+        "--lora-memory",
+        type=size_with_unit,
+        metavar="SIZE",
+        help="memory for adapters, of workloads with adapters=N (default: all fit)",
+    )
+    group.add_argument(
+        "--adapter-size",
+        type=size_with_unit,
+        default=10 << 20,
+        metavar="SIZE",
+        help="size of each adapter (default 10MiB: rank 16 on a model of 135M)",
     )
     parser.add_argument("--seed", type=bounded_int(0), default=0, help="default 0")
     parser.add_argument(
@@ -339,6 +362,7 @@ def _simulate(point: _Point) -> _Result:
         "steps": totals.num_steps,
         "utilisation": [busy / totals.end if totals.end else 0.0 for busy in totals.busy_seconds],
         "max_model_len": pool.replicas[0].config.scheduler.max_model_len,
+        "adapter_evictions": totals.num_evicted_adapters,
     }
     return _Result(summary, entry, metrics)
 
@@ -441,6 +465,8 @@ def _config(point: _Point, source: Source) -> ReplicaConfig:
     for name in ("max_model_len", "num_blocks", "block_size"):
         if getattr(args, name) is not None:
             given[name] = getattr(args, name)
+    if args.max_loras is not None:
+        given["max_adapters"] = args.max_loras
     if args.no_enable_prefix_caching:
         given["enable_prefix_caching"] = False
     if args.swap_space is not None:
@@ -454,7 +480,22 @@ def _config(point: _Point, source: Source) -> ReplicaConfig:
         pipeline_depth=given.get("pipeline_depth", config.pipeline_depth),
         max_tokens=args.max_tokens,
         acceptance=args.acceptance,
+        adapters=_adapters(args, source),
     )
+
+
+def _adapters(args: argparse.Namespace, source: Source) -> AdapterSettings:
+    """Return sizes as given, and speeds as a recording shows them."""
+    from paceline.sim.adapters import AdapterSettings
+    from paceline.sim.step_times.recorded import RecordedStepTimes
+
+    most = args.lora_memory
+    sized = AdapterSettings(args.adapter_size, *(() if most is None else (most,)))
+    if isinstance(source.times, RecordedStepTimes) and any(source.times.adapter_rates):
+        read_byte, product = source.times.adapter_rates
+        # a product is of a value of two bytes
+        return replace(sized, read_byte=read_byte, row_byte=product / 2)
+    return sized
 
 
 def _host_memory(args: argparse.Namespace, source: Source, block_size: int) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class FirstTokenForecast:
         """Store a newcomer's forecast in it, and return the predicted seconds. For a late one that
         takes at most ``longest``, late requests before it are assumed to be demoted."""
         history, arrival = request.history, request.asked.arrival_time
-        rest = self._state.steps.starts(arrival) - arrival
+        rest = self._state.steps.starts(arrival + request.asked.adapter_wait) - arrival
         forecast = self._forecast(request, rest)
         seconds = self._seconds(forecast)
         is_late = forecast is not None and forecast.kind.late

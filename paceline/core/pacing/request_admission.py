@@ -24,12 +24,12 @@ from paceline.core.pacing.tenants import TenantShares
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.policies.deadline import patience
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.slo import MAX_SECONDS
+from paceline.core.slo import MAX_SECONDS, Slo
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
 from paceline.errors import InvalidRequestError, NeverFitsError, QueueFullError
 
-__all__ = ["Expired", "RequestAdmission", "check_admissible"]
+__all__ = ["Expired", "RequestAdmission", "check_admissible", "longest_wait"]
 
 # advised wait, s, before anything was measured
 _RETRY_SECONDS: Final = 1.0
@@ -157,11 +157,8 @@ class RequestAdmission:
         return wait
 
     def _longest_wait(self, request: Request) -> float:
-        """Return the predicted seconds to the first token above which a request is refused."""
         longest = self._state.config.max_predicted_ttft_s
-        if longest is None or request.asked.slo.best_effort:
-            return math.inf
-        return max(longest, _TARGETS_WAITED * (request.slo.ttft or 0.0))
+        return longest_wait(longest, request.asked.slo, request.slo.ttft)
 
     def _check_places(self, request: Request, num_waiting: int, left: float) -> None:
         """Return if the queue has places for a request and its forks.
@@ -262,6 +259,19 @@ class RequestAdmission:
         error = self._refusal(reason, why, seconds)
         self._state.totals.refused[reason] += 1
         return Expired(request.request_id, error, tuple(fork.request_id for fork in forks))
+
+
+def longest_wait(most: float | None, asked: Slo, ttft: float | None) -> float:
+    """Return the predicted seconds to the first token above which a request is refused.
+
+    Args:
+        most: ``SchedulerConfig.max_predicted_ttft_s``.
+        asked: the caller's targets.
+        ttft: its target, or the policy's default.
+    """
+    if most is None or asked.best_effort:
+        return math.inf
+    return max(most, _TARGETS_WAITED * (ttft or 0.0))
 
 
 def _never_started(request: Request) -> bool:

@@ -33,6 +33,8 @@ class Reason(enum.IntEnum):
     POLICY = 5
     # the memory-pressure valve is open
     PRESSURE = 6
+    # its adapter was not in memory, before it was queued
+    ADAPTER = 7
 
 
 REASONS: Final = tuple(reason.name.lower() for reason in Reason)

@@ -16,7 +16,7 @@ from operator import add
 
 from paceline.core.memory.interface import KVCache
 from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
-from paceline.core.queues.wait_clocks import WaitClocks
+from paceline.core.queues.wait_clocks import Reason, WaitClocks
 from paceline.core.request import ORDER, Request
 from paceline.core.tier import Tier
 
@@ -103,7 +103,10 @@ class WaitingQueues:
 
     def arrive(self, request: Request) -> None:
         """Add a request between two plans; until the next plan it waits for that alone."""
-        self.enter(request, request.asked.arrival_time)
+        waited = request.asked.adapter_wait
+        if waited:
+            request.history.waits = [waited * (reason is Reason.ADAPTER) for reason in Reason]
+        self.enter(request, request.asked.arrival_time + waited)
         self._newcomers.append(request)
 
     def enter(self, request: Request, now: float) -> None:

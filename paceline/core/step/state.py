@@ -126,7 +126,8 @@ def take_stats(state: SchedulerState) -> SchedulerStats:
         num_recomputed_tokens=totals.num_recomputed_tokens, num_demoted=totals.num_demoted,
         num_swapped_out_blocks=host.num_swapped_out, num_swapped_in_blocks=host.num_swapped_in,
         num_discarded_tokens=totals.num_discarded_tokens, refused=tuple(totals.refused.items()),
-        waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True)),
+        # all but waits for adapters, which end before a request is queued
+        waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True))[: Reason.ADAPTER],
         pressure_level=state.valve.level,
         predicted_step_seconds=steps.predicted_seconds, actual_step_seconds=steps.actual_seconds,
         num_prefill_tokens=steps.num_prefill_tokens, num_decode_tokens=steps.num_decode_tokens,

@@ -9,6 +9,9 @@
 A *lease* is one request's, from before its adapter is loaded to its last token. Leased and loading
 adapters never go. Of the others the one goes whose last lease ended first.
 
+A leased adapter can *drain*: it takes no new leases, so that it becomes idle and makes room for one
+that requests wait for. ``end_draining`` ends that, whether it has gone or not.
+
 This module does not know files, threads, backends or the clock.
 """
 
@@ -34,6 +37,7 @@ class _Entry:
     # number of the event that used it last
     used: int = 0
     forgotten: bool = False
+    draining: bool = False
 
 
 class Residency:
@@ -77,14 +81,19 @@ class Residency:
             for key, entry in self._entries.items()
         )
 
+    @property
+    def num_resident(self) -> int:
+        return sum(entry.state is State.RESIDENT for entry in self._entries.values())
+
     def register(self, key: str, num_bytes: int) -> None:
         """Add an adapter that is not in memory. Keys are used once."""
         assert key not in self._entries, f"adapter {key} is registered"
         self._entries[key] = _Entry(num_bytes)
 
     def lease(self, key: str) -> None:
-        """Keep a registered adapter until ``release``."""
+        """Keep a registered adapter, which does not drain, until ``release``."""
         assert key in self._entries, f"adapter {key} is not registered"
+        assert not self._entries[key].draining, f"adapter {key} is draining"
         self._leases[key] += 1
         self._touch(key)
 
@@ -105,17 +114,8 @@ class Residency:
         go for it; None, with nothing changed, if leased ones leave no room."""
         wanted = self._entries[key]
         assert wanted.state is State.KNOWN, f"adapter {key} is {wanted.state.name}"
-        held = [entry for entry in self._entries.values() if entry.state is not State.KNOWN]
-        room = self.max_bytes - self.num_bytes - wanted.num_bytes
-        places = len(held) + 1 if self._max_count is None else self._max_count
-        excess, going = len(held) + 1 - places, []
-        for other in sorted(self._idle(), key=lambda other: self._entries[other].used):
-            if room >= 0 and excess <= 0:
-                break
-            going.append(other)
-            room += self._entries[other].num_bytes
-            excess -= 1
-        if room < 0 or excess > 0:
+        going = self._making_room(key, self._idle())
+        if going is None:
             return None
         for other in going:
             self._leave_memory(other)
@@ -124,6 +124,43 @@ class Residency:
         self.num_bytes += wanted.num_bytes
         self._touch(key)
         return going
+
+    def has_room(self, key: str) -> bool:
+        """Whether ``admit`` would find room for a known adapter."""
+        return self._making_room(key, self._idle()) is not None
+
+    def drain_for(self, key: str) -> list[str]:
+        """Let adapters in use become idle until there is room for a known one: first those with the
+        fewest requests. Returns those that drain for it now."""
+        resident = [each for each, entry in self._entries.items() if entry.state is State.RESIDENT]
+        going = self._making_room(key, sorted(resident, key=self._leases.__getitem__)) or []
+        for other in going:
+            self._entries[other].draining = True
+        return going
+
+    def is_draining(self, key: str) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.draining
+
+    def end_draining(self) -> None:
+        """Let all adapters take new leases."""
+        for entry in self._entries.values():
+            entry.draining = False
+
+    def _making_room(self, key: str, candidates: list[str]) -> list[str] | None:
+        """Return the first of some resident adapters without which a known one fits; None: it would
+        not fit without all of them."""
+        held = sum(entry.state is not State.KNOWN for entry in self._entries.values())
+        room = self.max_bytes - self.num_bytes - self._entries[key].num_bytes
+        places = held + 1 if self._max_count is None else self._max_count
+        excess, going = held + 1 - places, list[str]()
+        for other in candidates:
+            if room >= 0 and excess <= 0:
+                break
+            going.append(other)
+            room += self._entries[other].num_bytes
+            excess -= 1
+        return None if room < 0 or excess > 0 else going
 
     def loaded(self, key: str, num_bytes: int) -> bool:
         """Note that an adapter is resident, with its true size, at most what was booked. Returns
@@ -144,12 +181,13 @@ class Residency:
         return self._drop_if_done(key)
 
     def _idle(self) -> list[str]:
-        """Return the resident adapters without a lease."""
-        return [
+        """Return the resident adapters without a lease, the one used last at the end."""
+        idle = [
             key
             for key, entry in self._entries.items()
             if entry.state is State.RESIDENT and not self._leases[key]
         ]
+        return sorted(idle, key=lambda key: self._entries[key].used)
 
     def _touch(self, key: str) -> None:
         self._num_events += 1

@@ -8,6 +8,10 @@
 ``poll`` moves adapters on, and is called between steps. A plan names an adapter by its slot only
 once it is resident: a request that has to wait does so in ``process.readiness``.
 
+Where requests use all adapters in memory, the oldest request for another one waits a moment. Then
+one of those in memory drains: later requests for it wait behind the older one, so that this one
+waits for the requests under way and a load, however many follow.
+
 This module does not know what an adapter's values are.
 """
 
@@ -15,17 +19,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import struct
 import threading
-from collections.abc import Collection
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from paceline.core.request import AdapterUse
 from paceline.engine.adapters.residency import Residency, State
-from paceline.engine.types import AdapterStatus
+from paceline.engine.types import AdapterStats, AdapterStatus
 from paceline.errors import (
     AdapterRoomError,
     CheckpointError,
@@ -34,12 +41,27 @@ from paceline.errors import (
     UnknownModelError,
 )
 
-__all__ = ["AdapterBackend", "AdapterLimits", "AdapterStore", "OpenedAdapter", "yield_to_steps"]
+__all__ = [
+    "AdapterBackend", "AdapterLimits", "AdapterStore", "OpenedAdapter", "Slices", "yield_to_steps",
+]  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
 # added to the loading thread's niceness, so that it takes little from the threads of a step
 _NICE: Final = 19
+# while steps run, seconds of a slice of loading, and those that follow without any: a core that a
+# step needs is taken from it for a slice at most
+_SLICE: Final = 0.5e-3
+_PAUSE: Final = 2.5e-3
+# seconds that a request waits for room before another adapter drains for it, at least; and that as
+# a multiple of its load
+_PATIENCE: Final = 1.0
+_LOADS: Final = 2.0
+# assumed seconds to load a byte before one was loaded, and the weight of each later load
+_SECONDS_PER_BYTE: Final = 8e-9
+_FOLLOW: Final = 0.3
+# adapters that metrics name
+_MOST_NAMES: Final = 50
 
 
 class OpenedAdapter(Protocol):
@@ -68,9 +90,12 @@ class AdapterBackend(Protocol):
     def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> OpenedAdapter:
         """Check a file's header. Raises CheckpointError."""
 
-    def load_adapter(self, slot: int, opened: OpenedAdapter) -> tuple[str, int]:
+    def load_adapter(
+        self, slot: int, opened: OpenedAdapter, pause: Callable[[], None]
+    ) -> tuple[str, int]:
         """Read an adapter; plans handed over from now on may name it by ``slot``. Returns the
-        digest of its contents and its bytes. Raises CheckpointError."""
+        digest of its contents and its bytes. Calls ``pause`` after each small part of the work.
+        Raises CheckpointError."""
 
     def drop_adapter(self, slot: int) -> None:
         """Free an adapter once the plans handed over so far have run."""
@@ -90,12 +115,35 @@ class AdapterLimits:
     dtype: str = "auto"
 
 
+class Slices:
+    """Loading in slices, between which a thread sleeps while ``is_computing`` says so."""
+
+    def __init__(self, is_computing: Callable[[], bool]) -> None:
+        self._is_computing, self._since = is_computing, 0.0
+
+    def begin(self) -> None:
+        """Begin work on the calling thread."""
+        self._since = time.thread_time()
+
+    def pause(self) -> None:
+        """Sleep if a slice is over."""
+        if self._is_computing() and time.thread_time() - self._since >= _SLICE:
+            time.sleep(_PAUSE)
+            self.begin()
+
+
+class _Loaded(NamedTuple):
+    digest: str
+    num_bytes: int
+    seconds: float
+
+
 @dataclass(slots=True, eq=False)
 class _Adapter:
     path: str
     # its file is opened, then its values are read
     opening: Future[OpenedAdapter] | None = None
-    loading: Future[tuple[str, int]] | None = None
+    loading: Future[_Loaded] | None = None
     opened: OpenedAdapter | None = None
     # contents that it had when it was first loaded; empty: not known yet
     digest: str = ""
@@ -103,28 +151,67 @@ class _Adapter:
     error: PacelineError | None = None
     # requests that use it or wait for it
     requests: set[str] = field(default_factory=set)
+    # those of them that wait until it has drained, without a lease
+    behind: list[str] = field(default_factory=list)
     # it was forgotten before the books knew it
     forgotten: bool = False
 
 
-class AdapterStore:
-    """Registered adapters by key. Used from the engine's thread; ``close`` ends its own."""
+class _Use(NamedTuple):
+    key: str
+    scale: float
+    # time at which its first token is due
+    due: float
 
-    def __init__(self, backend: AdapterBackend, limits: AdapterLimits) -> None:
-        self._backend, self._limits = backend, limits
+
+class Thread(Protocol):
+    """What loads adapters, one after another: a ThreadPoolExecutor of one thread, or a fake."""
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]: ...
+
+    def shutdown(self, *, cancel_futures: bool) -> None: ...
+
+
+class AdapterStore:
+    """Registered adapters by key. Used from the engine's thread; ``close`` ends its own.
+
+    Args:
+        thread: None: one of its own, at low priority.
+        clock: seconds, for the loads alone.
+    """
+
+    def __init__(
+        self,
+        backend: AdapterBackend,
+        limits: AdapterLimits,
+        *,
+        thread: Thread | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend, self._limits, self._clock = backend, limits, clock
         self._books = Residency(limits.max_bytes, limits.max_count)
         self._adapters: dict[str, _Adapter] = {}
-        # requests by id: key, scale
-        self._uses: dict[str, tuple[str, float]] = {}
+        # requests by id, the oldest first
+        self._uses: dict[str, _Use] = {}
+        # the adapter that its oldest request has found no room for, and since when
+        self._blocked: tuple[str, float] | None = None
+        self._drains = False
+        # learned: seconds to load a byte, and of the wait for room
+        self._seconds_per_byte, self._room_seconds = _SECONDS_PER_BYTE, _PATIENCE
+        self._is_computing = False
+        self._slices = Slices(lambda: self._is_computing)
         # those that the thread is at work on, by key
         self._under_way: dict[str, _Adapter] = {}
         # keys to load without a request that waits for them, in order
         self._wanted: list[str] = []
         self._num_slots = 0
-        self._thread = ThreadPoolExecutor(
+        self._thread: Thread = thread or ThreadPoolExecutor(
             1, thread_name_prefix="paceline-adapters", initializer=yield_to_steps
         )
         self._news: list[AdapterStatus] = []
+        # what ``stats`` counts
+        self._loads, self._left = Counter[str](), Counter[str]()
+        self._load_seconds = self._wait_seconds = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -159,6 +246,9 @@ class AdapterStore:
         if adapter is None:
             return
         if self._books.state(key) is not None:
+            if adapter.behind:
+                # they keep it, so nothing else will take its place
+                self._end_draining()
             if self._books.forget(key):
                 self._gone(key)
         elif adapter.requests:
@@ -167,9 +257,28 @@ class AdapterStore:
         else:
             self._gone(key)
 
-    def lease(self, request_id: str, key: str, scale: float) -> None:
+    def wait(self, key: str) -> float:
+        """Return the predicted seconds until a request that comes now has its adapter."""
+        adapter, books = self._adapters.get(key), self._books
+        if adapter is None or adapter.error is not None:
+            return 0.0
+        draining = books.is_draining(key)
+        if books.state(key) is State.RESIDENT and not draining:
+            return 0.0
+        ahead = {use.key for use in self._uses.values()} | set(self._under_way) | {key}
+        opened = [self._adapters[each] for each in ahead if books.state(each) is not State.RESIDENT]
+        num_bytes = sum(each.opened.num_bytes for each in opened if each.opened is not None)
+        known = books.state(key) is State.KNOWN
+        lacks_room = draining or (known and not books.has_room(key))
+        return num_bytes * self._seconds_per_byte + lacks_room * self._room_seconds
+
+    def lease(self, request_id: str, key: str, scale: float, due: float = math.inf) -> None:
         """Keep an adapter for a request until ``release_except``. Raises RequestError for one that
-        failed or is unknown."""
+        failed or is unknown.
+
+        Args:
+            due: time at which its first token is due.
+        """
         adapter = self._adapters.get(key)
         if adapter is None:
             raise UnknownModelError("the adapter of this request was unloaded", "model")
@@ -177,18 +286,20 @@ class AdapterStore:
         if request_id in self._uses:
             # one of the same name has ended, and was not looked at since
             self._release(request_id)
-        self._uses[request_id] = key, scale
+        self._uses[request_id] = _Use(key, scale, due)
         adapter.requests.add(request_id)
-        if self._books.state(key) is not None:
+        if self._books.is_draining(key):
+            adapter.behind.append(request_id)
+        elif self._books.state(key) is not None:
             self._books.lease(key)
 
     def use_of(self, request_id: str) -> AdapterUse | None:
         """Return what the scheduler needs of a leased adapter; None: it is not resident yet.
         Raises RequestError for one that could not be loaded."""
-        key, scale = self._uses[request_id]
+        key, scale, _ = self._uses[request_id]
         adapter = self._adapters[key]
         _raise_failure(adapter)
-        if self._books.state(key) is not State.RESIDENT:
+        if self._books.state(key) is not State.RESIDENT or request_id in adapter.behind:
             return None
         opened = adapter.opened
         assert opened is not None
@@ -201,30 +312,45 @@ class AdapterStore:
             self._release(request_id)
 
     def _release(self, request_id: str) -> None:
-        key, _ = self._uses.pop(request_id)
+        key = self._uses.pop(request_id).key
         adapter = self._adapters[key]
         adapter.requests.discard(request_id)
-        if self._books.num_leases(key):
+        if request_id in adapter.behind:
+            adapter.behind.remove(request_id)
+        elif self._books.num_leases(key):
             if self._books.release(key):
                 self._gone(key)
         elif adapter.forgotten and not adapter.requests:
             self._gone(key)
 
-    def poll(self) -> None:
-        """Take in what the thread has done, and begin what there is room for now."""
+    def poll(self, now: float, *, is_computing: bool = False) -> None:
+        """Take in what the thread has done, and begin what there is room for now.
+
+        Args:
+            is_computing: steps run, which the thread that loads should not hold up.
+        """
+        self._is_computing = is_computing
         for key, adapter in list(self._under_way.items()):
             if adapter.opening is not None and adapter.opening.done():
                 self._opened(key, adapter)
             if adapter.loading is not None and adapter.loading.done():
                 self._loaded(key, adapter)
         is_blocked = False
-        for key, _ in self._uses.values():
+        for key, _, due in list(self._uses.values()):
             adapter = self._adapters[key]
             known = self._books.state(key) is State.KNOWN and adapter.error is None
             # the oldest request that waits for room goes first: others would keep it out
             if known and not self._begin(key, adapter):
+                self._wait_for_room(key, adapter, due, now)
                 is_blocked = True
                 break
+            if known and self._blocked is not None and self._blocked[0] == key:
+                waited = now - self._blocked[1]
+                self._room_seconds += _FOLLOW * (waited - self._room_seconds)
+                self._end_draining()
+        if not is_blocked and self._blocked is not None:
+            # its requests have ended
+            self._end_draining()
         while self._wanted:
             key, adapter = self._wanted[0], self._adapters[self._wanted[0]]
             known = self._books.state(key) is State.KNOWN
@@ -232,6 +358,31 @@ class AdapterStore:
             if waits and not self._has_no_room(key, adapter):
                 return
             self._wanted.pop(0)
+
+    def note_wait(self, seconds: float) -> None:
+        """Count the wait of a request for its adapter."""
+        self._wait_seconds += seconds
+
+    def stats(self, running: Collection[str]) -> AdapterStats:
+        """Return counts for metrics.
+
+        Args:
+            running: ids of the requests that run.
+        """
+        running_now, asked = Counter[str](), Counter[str]()
+        for request_id, use in self._uses.items():
+            (running_now if request_id in running else asked)[use.key] += 1
+        waiting = asked.keys() - running_now.keys()
+        busiest = [key for key, _ in (running_now + asked).most_common(_MOST_NAMES)]
+        books = self._books
+        return AdapterStats(
+            num_bytes=books.num_bytes, num_resident=books.num_resident,
+            loads=tuple(self._loads.items()), load_seconds=self._load_seconds,
+            gone=tuple(self._left.items()), wait_seconds=self._wait_seconds,
+            running=tuple(key for key in busiest if key in running_now),
+            waiting=tuple(key for key in busiest if key in waiting),
+            num_others=len(running_now.keys() | waiting) - len(busiest),
+        )  # fmt: skip
 
     def take_news(self) -> tuple[AdapterStatus, ...]:
         """Return what has changed since the last call."""
@@ -261,6 +412,32 @@ class AdapterStore:
         else:
             self._wanted.append(key)
 
+    def _wait_for_room(self, key: str, adapter: _Adapter, due: float, now: float) -> None:
+        """Let another adapter drain once the oldest request for ``key`` has waited long enough."""
+        if self._blocked is None or self._blocked[0] != key:
+            self._end_draining()
+            self._blocked = key, now
+        assert adapter.opened is not None
+        load = adapter.opened.num_bytes * self._seconds_per_byte
+        since = self._blocked[1]
+        if not self._drains and now >= min(since + max(_PATIENCE, _LOADS * load), due - load):
+            self._drains = bool(self._books.drain_for(key))
+
+    def _end_draining(self) -> None:
+        self._blocked, self._drains = None, False
+        self._books.end_draining()
+        for key, adapter in self._adapters.items():
+            for _ in adapter.behind:
+                self._books.lease(key)
+            adapter.behind.clear()
+
+    def _load(self, slot: int, opened: OpenedAdapter) -> _Loaded:
+        """Load on the store's own thread."""
+        began = self._clock()
+        self._slices.begin()
+        digest, num_bytes = self._backend.load_adapter(slot, opened, self._slices.pause)
+        return _Loaded(digest, num_bytes, self._clock() - began)
+
     def _has_no_room(self, key: str, adapter: _Adapter) -> bool:
         """Fail an adapter that does not fit next to those in use; return whether it did."""
         taken, most, opened = self._books.leased_bytes, self._limits.max_bytes, adapter.opened
@@ -289,7 +466,7 @@ class AdapterStore:
         adapter.slot, self._num_slots = self._num_slots, self._num_slots + 1
         opened = adapter.opened
         assert opened is not None
-        adapter.loading = self._thread.submit(self._backend.load_adapter, adapter.slot, opened)
+        adapter.loading = self._thread.submit(self._load, adapter.slot, opened)
         self._under_way[key] = adapter
         return True
 
@@ -298,9 +475,12 @@ class AdapterStore:
         assert adapter.opened is not None
         loading, adapter.loading = adapter.loading, None
         del self._under_way[key]
-        error, (digest, num_bytes) = loading.exception(), ("", 0)
+        error, (digest, num_bytes, seconds) = loading.exception(), _Loaded("", 0, 0.0)
         if error is None:
-            digest, num_bytes = loading.result()
+            digest, num_bytes, seconds = loading.result()
+            more = seconds / max(1, num_bytes) - self._seconds_per_byte
+            self._seconds_per_byte += _FOLLOW * more
+            self._load_seconds += seconds
             if adapter.digest not in ("", digest):
                 self._backend.drop_adapter(adapter.slot)
                 changed = f"{adapter.path} has changed since it was loaded: load it again"
@@ -312,13 +492,16 @@ class AdapterStore:
             else:
                 self._fail(key, adapter, error)
             return
+        self._loads["loaded"] += 1
         adapter.digest = digest
         if self._books.loaded(key, num_bytes):
             self._gone(key)
             return
         rank = adapter.opened.max_rank
         self._news.append(
-            AdapterStatus(key, "resident", num_bytes=num_bytes, rank=rank, digest=digest)
+            AdapterStatus(
+                key, "resident", num_bytes=num_bytes, rank=rank, digest=digest, seconds=seconds
+            )
         )
 
     def _fail(self, key: str, adapter: _Adapter, error: BaseException) -> None:
@@ -327,12 +510,14 @@ class AdapterStore:
             known = CheckpointError(f"{adapter.path}: {type(error).__name__}: {error}")
         adapter.error = known
         kind = type(known).__name__
+        self._loads["no_room" if isinstance(known, AdapterRoomError) else "failed"] += 1
         self._news.append(AdapterStatus(key, "failed", error=str(known), kind=kind))
 
     def _evict(self, key: str) -> None:
         adapter = self._adapters[key]
         self._backend.drop_adapter(adapter.slot)
         adapter.slot = -1
+        self._left["room"] += 1
         self._news.append(AdapterStatus(key, "registered", digest=adapter.digest))
 
     def _gone(self, key: str) -> None:
@@ -341,6 +526,7 @@ class AdapterStore:
         if key in self._wanted:
             self._wanted.remove(key)
         if adapter.slot >= 0:
+            self._left["unloaded"] += 1
             self._backend.drop_adapter(adapter.slot)
         self._news.append(AdapterStatus(key, "gone"))
 

@@ -53,7 +53,8 @@ class _Fetch:
 
     def __init__(self, hashes: list[bytes], parts: Sequence[_Part], deadline: float) -> None:
         self.hashes, self.parts, self.deadline = hashes, parts, deadline
-        self.requests: list[GenerationRequest] = []
+        # with the seconds that each waited for its adapter
+        self.requests: list[tuple[GenerationRequest, float]] = []
         # blocks that are in the pool, and those that were read so far
         self.landed = self.read = parts[0].first
         self.pieces: Queue[tuple[str, bytes]] = Queue(_PIECES)
@@ -97,9 +98,11 @@ class Arrivals:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Ids of requests that wait."""
-        return tuple(r.request_id for fetch in self._fetches.values() for r in fetch.requests)
+        return tuple(
+            request.request_id for fetch in self._fetches.values() for request, _ in fetch.requests
+        )
 
-    def hold(self, request: GenerationRequest, now: float) -> bool:
+    def hold(self, request: GenerationRequest, now: float, adapter_wait: float = 0.0) -> bool:
         """Keep a request for which blocks are worth fetching; return False if none are."""
         if request.sampling.prompt_logprobs is not None:
             # such a prompt shares nothing
@@ -123,12 +126,13 @@ class Arrivals:
             deadline = now + max(self._least, _LATE * taken)
             fetch = self._fetches[hashes[first]] = _Fetch(hashes, parts, deadline)
             self._executor.submit(self._read, fetch)
-        fetch.requests.append(request)
+        fetch.requests.append((request, adapter_wait))
         return True
 
-    def take(self, now: float) -> list[GenerationRequest]:
-        """Land what has come, and return requests whose wait is over, in order of arrival."""
-        over: list[GenerationRequest] = []
+    def take(self, now: float) -> list[tuple[GenerationRequest, float]]:
+        """Land what has come, and return requests whose wait is over, in order of arrival, with the
+        seconds that each waited for its adapter."""
+        over: list[tuple[GenerationRequest, float]] = []
         for head, fetch in list(self._fetches.items()):
             # read first: nothing comes after it
             ended = fetch.ended
@@ -149,10 +153,10 @@ class Arrivals:
         ids, updates = set(sequence_ids), list[RequestUpdate]()
         for head, fetch in list(self._fetches.items()):
             kept = []
-            for request in fetch.requests:
+            for request, adapter_wait in fetch.requests:
                 choices = choice_ids(request)
                 if ids.isdisjoint(choices):
-                    kept.append(request)
+                    kept.append((request, adapter_wait))
                     continue
                 updates += [
                     RequestUpdate(choice, (), None, FinishReason.ABORT, None, 0, 0.0, 0)

@@ -39,7 +39,7 @@ from paceline.engine.process.messages import (
     UnloadAdapter,
 )
 from paceline.engine.process.readiness import Readiness
-from paceline.engine.types import ClassUse, EngineInfo, EngineStats, GenerationRequest
+from paceline.engine.types import AdapterStats, ClassUse, EngineInfo, EngineStats, GenerationRequest
 from paceline.errors import RequestError
 
 __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats", "take_census"]
@@ -96,13 +96,15 @@ class EngineLoop:
         if arrivals is None and core.blocks is not None:
             arrivals = Arrivals(core.blocks, core.prompt_seconds, core.adapter_of)
         self._arrivals = arrivals
-        self._readiness = Readiness(core.matchers, core.adapters)
+        longest = core.scheduler.config.max_predicted_ttft_s
+        self._readiness = Readiness(core.matchers, core.adapters, longest)
         self._shutdown: Shutdown | None = None
         # updates of aborts, sent with the next step's
         self._updates: list[RequestUpdate] = []
         # tokens of the prompts after which a first token was sent
         self._prompt_tokens = 0
         self._classes: tuple[ClassUse, ...] = ()
+        self._adapter_stats: AdapterStats | None = None
         self._next_census = 0.0
         # whether a request may have ended since leases of adapters were last looked at
         self._ends = False
@@ -190,7 +192,7 @@ class EngineLoop:
             adapters.release_except(live | {*self._readiness.request_ids, *arriving})
         self._ends = False
         if adapters.is_busy or self._readiness:
-            adapters.poll()
+            adapters.poll(self._clock(), is_computing=self._core.has_work)
         for news in adapters.take_news():
             self._send(news)
 
@@ -209,7 +211,7 @@ class EngineLoop:
             return
         with self._taking_in(message.request) as request:
             if not self._hold(request):
-                self._fetch_or_add(request)
+                self._fetch_or_add(request, 0.0)
             elif (timeline := self._core.timeline) is not None:
                 name, slo = request.request_id, request.slo
                 timeline.door.hold(name, slo.slo_class, request.tenant, request.arrival_time)
@@ -257,24 +259,26 @@ class EngineLoop:
             self._tell_readiness()
         if taken and self._in_flight is not None:
             self._in_flight.aside(self._readiness.request_ids)
-        for ready, refusal in taken:
+        for ready, refusal, waited in taken:
             with self._taking_in(ready) as request:
+                if waited and self._core.adapters is not None:
+                    self._core.adapters.note_wait(waited)
                 if refusal is not None:
                     raise refusal
-                self._fetch_or_add(request)
+                self._fetch_or_add(request, waited)
 
-    def _fetch_or_add(self, request: GenerationRequest) -> None:
+    def _fetch_or_add(self, request: GenerationRequest, waited: float) -> None:
         """Queue a request, unless blocks of it are worth waiting for."""
         if self._arrivals is not None:
             check_token_ids(request, self._core.info.vocab_size)
-            if self._arrivals.hold(request, self._clock()):
+            if self._arrivals.hold(request, self._clock(), waited):
                 return
-        add_to_core(self._core, request)
+        add_to_core(self._core, request, waited)
 
     def _admit_arrived(self, arrivals: Arrivals) -> None:
-        for arrived in arrivals.take(self._clock()):
+        for arrived, waited in arrivals.take(self._clock()):
             with self._taking_in(arrived) as request:
-                add_to_core(self._core, request)
+                add_to_core(self._core, request, waited)
 
     def _tell_readiness(self) -> None:
         if self._core.timeline is not None:
@@ -284,9 +288,17 @@ class EngineLoop:
         now = self._clock()
         if now >= self._next_census or not self._core.has_work:
             self._classes = take_census(self._core.scheduler.requests)
+            if self._core.adapters is not None:
+                self._adapter_stats = self._core.adapters.stats(
+                    {
+                        request_of(each.request_id)
+                        for each in self._core.scheduler.requests
+                        if each.status is RequestStatus.RUNNING and each.asked.adapter
+                    }
+                )
             counted = sum(use.num_running + use.num_waiting for use in self._classes)
             self._next_census = now + max(_CENSUS, counted * _CENSUS_PER_REQUEST)
-        stats = engine_stats(self._core, now, self._classes)
+        stats = engine_stats(self._core, now, self._classes, self._adapter_stats)
         tokens = sum([len(update.new_token_ids) for update in self._updates])
         if tokens or self._core.pooled:
             # vLLM's way to count: all tokens of a prompt, in the step that sampled the first one
@@ -310,6 +322,7 @@ def engine_stats(
     core: EngineCore,
     now: float,
     classes: tuple[ClassUse, ...] = (),
+    adapters: AdapterStats | None = None,
 ) -> EngineStats:
     """Take a snapshot of ``core`` for the client."""
     return EngineStats(
@@ -319,6 +332,7 @@ def engine_stats(
         classes=classes,
         finished_answers_bytes=0 if core.answers is None else core.answers.num_bytes,
         blocks=None if core.blocks is None else core.blocks.stats(),
+        adapters=adapters,
     )
 
 
@@ -349,6 +363,7 @@ def engine_info(core: EngineCore, model: str) -> EngineInfo:
         adapter_bytes=0 if core.adapters is None else core.adapters.books.max_bytes,
         kv_fingerprint="" if core.blocks is None else core.blocks.fingerprint.hex(),
         kv_port=0 if core.blocks is None else core.blocks.port,
+        max_adapters=config.max_adapters,
     )
 
 

@@ -5,11 +5,13 @@ own result. It is fitted as a sum of terms that are never negative, weighted by 
 relative errors count::
 
     t = a + f(T) + g(R) + b * SUM_wide n*(s + n/2) + c * SUM_narrow s + d * samples + e * wide rows
+        + h * B + i * P
 
-T tokens in all, R rows of one token, s tokens before a row, n in it; f and g are monotone and
-piecewise linear in powers of two, since matrix kernels are flat until a tile is full and linear
-beyond it. ``core.predict.step_time`` lacks them, since it must be cheap enough for every step. The
-remainder is noise: ratios of measured to fitted time, drawn from those of the recording.
+T tokens in all, R rows of one token, s tokens before a row, n in it, B bytes of the step's
+adapters, P products of their rows; f and g are monotone and piecewise linear in powers of two,
+since matrix kernels are flat until a tile is full and linear beyond it. ``core.predict.step_time``
+lacks them, since it must be cheap enough for every step. The remainder is noise: ratios of measured
+to fitted time, drawn from those of the recording.
 
 Outside the steps: a request's time to the engine's inbox while the engine is idle, and the engine
 thread's time from a result to the next plan.
@@ -97,6 +99,8 @@ class RecordedStepTimes:
             for kind in (False, True)
         ]
         self._rng = None if seed is None else random.Random(seed)
+        # of a step's adapters, which a plan does not show: seconds of a byte, and of a product
+        self.adapter_rates = tuple(1e-8 * w for w in self._weights[-2:])
         self._means = [float(np.mean(found)) for found in self._ratios]
         self.quality = _quality(fitted * np.where(is_wide, *self._means[::-1]), measured)
 
@@ -153,6 +157,7 @@ def _features_of(step: RecordedStep) -> list[float]:
         step.narrow_rows,
         step.narrow_keys,
         step.samples,
+        step.adapters,
     )
 
 
@@ -163,6 +168,7 @@ def _features(
     narrow_rows: int,
     narrow_keys: int,
     samples: int,
+    adapters: tuple[int, int] = (0, 0),
 ) -> list[float]:
     """Return features that are about 1 in a busy step."""
     tokens = wide_tokens + narrow_rows
@@ -173,6 +179,7 @@ def _features(
         features.append(max(0, tokens - knot) * 1e-3)
     for knot in _KNOTS[:9]:
         features.append(min(narrow_rows, knot) / knot)
+    features += [1e-8 * each for each in adapters]
     return features
 
 

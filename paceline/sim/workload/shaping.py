@@ -18,7 +18,10 @@ from paceline.sim.arrival import Arrival
 from paceline.sim.workload.base import WorkloadError
 from paceline.sim.workload.lengths import whole_tokens
 
-__all__ = ["SloMix", "jitter", "limit", "scale", "speed_up", "with_classes", "with_tenants"]
+__all__ = [
+    "SloMix", "jitter", "limit", "scale", "speed_up", "with_adapters", "with_classes",
+    "with_tenants",
+]  # fmt: skip
 
 
 def _require(ok: bool, message: str) -> None:
@@ -140,6 +143,18 @@ def with_tenants(
     picks = _draws([weight for _, weight in weights], Random(f"{seed}/tenants"))
     for arrival, pick in zip(arrivals, picks, strict=False):
         yield replace(arrival, tenant=weights[pick][0])
+
+
+def with_adapters(
+    arrivals: Iterable[Arrival], number: int, zipf: float, seed: int
+) -> Iterator[Arrival]:
+    """Give every arrival one of ``number`` adapters; of two, the k-th is drawn k**-zipf times as
+    often as the first."""
+    _require(number >= 1, f"adapters must be at least 1, got {number}")
+    _require(0 <= zipf < math.inf, f"zipf must be 0 or more, got {zipf:g}")
+    picks = _draws([rank**-zipf for rank in range(1, number + 1)], Random(f"{seed}/adapters"))
+    for arrival, pick in zip(arrivals, picks, strict=False):
+        yield replace(arrival, adapter=f"adapter-{pick + 1}")
 
 
 def _draws(weights: Sequence[float], rng: Random) -> Iterator[int]:

@@ -170,6 +170,9 @@ class _Shape:
     seconds: float | None
     classes: tuple[shaping.SloMix, ...]
     tenants: tuple[tuple[str, float], ...]
+    # number of them, and the exponent of how often each is asked for; None: none
+    adapters: int | None
+    zipf: float
 
     @classmethod
     def read(cls, options: _Options) -> _Shape:
@@ -183,6 +186,9 @@ class _Shape:
             seconds=options.seconds("seconds", 0.0) or None,
             classes=parse_classes(options.text("classes")),
             tenants=_parse_tenants(options.text("tenants")),
+            adapters=(adapters := options.whole("adapters")),
+            # without adapters it is an option that nothing reads
+            zipf=0.0 if adapters is None else options.number("zipf", 1.1),
         )
 
     def apply(self, start: Callable[[], Iterator[Arrival]], seed: int) -> Iterator[Arrival]:
@@ -197,6 +203,8 @@ class _Shape:
             stream = shaping.with_classes(stream, self.classes, seed)
         if self.tenants:
             stream = shaping.with_tenants(stream, self.tenants, seed)
+        if self.adapters is not None:
+            stream = shaping.with_adapters(stream, self.adapters, self.zipf, seed)
         return shaping.limit(stream, number=self.number, seconds=self.seconds)
 
 

@@ -196,7 +196,7 @@ def test_it_has_every_flag_of_a_server_that_changes_what_is_decided(
     here = set().union(*flags_by_group(capsys, "simulate").values())
     assert served - here == {"--scheduling-policy"}, "several are compared with --policy"
     fields_set = {flag.field for flag in (*SCHEDULING, *ADMISSION)}
-    # the model's length follows from its files; a recording has no adapters
+    # the model's length follows from its files, and adapters have a flag of their own
     unflagged = {"max_model_len", "max_adapters"}
     assert {field.name for field in fields(SchedulerConfig)} - fields_set == unflagged
 

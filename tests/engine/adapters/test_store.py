@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from paceline.engine.adapters.store import AdapterLimits, AdapterStore
+from paceline.engine.adapters.store import AdapterLimits, AdapterStore, Slices
 from paceline.errors import CheckpointError, InvalidRequestError, UnknownModelError
 
 
@@ -41,7 +42,7 @@ class Backend:
             raise CheckpointError("bad: use_dora=True is not served")
         return Opened(path, 50 if path == "large" else 10)
 
-    def load_adapter(self, slot: int, opened: Opened) -> tuple[str, int]:
+    def load_adapter(self, slot: int, opened: Any, pause: Callable[[], None]) -> tuple[str, int]:
         self.threads.add(threading.get_ident())
         self.slots[slot] = opened.path
         return self.contents.get(opened.path, opened.path), opened.num_bytes
@@ -62,11 +63,11 @@ def store(backend: Backend) -> Iterator[AdapterStore]:
     made.close()
 
 
-def settle(store: AdapterStore) -> dict[str, str]:
+def settle(store: AdapterStore, now: float = 0.0) -> dict[str, str]:
     """Wait until nothing is being loaded; return the latest status of each adapter in the news."""
     news: dict[str, str] = {}
-    for _ in range(2000):
-        store.poll()
+    for _ in range(20_000):
+        store.poll(now)
         news |= {each.key: f"{each.status} {each.kind}".strip() for each in store.take_news()}
         if not store.is_busy:
             return news
@@ -177,7 +178,7 @@ def test_requests_outlive_a_name_that_is_forgotten_before_its_file_is_open(
         store.register(key, path, "a" if key == "a" else "")
         store.lease(f"of {key}", key, 1.0)
         store.forget(key)
-    store.poll()
+    store.poll(0.0)
     store.release_except({"of a", "of x"})
     backend.may_open.set()
     settle(store)
@@ -232,7 +233,7 @@ def test_a_request_with_the_name_of_one_that_has_ended_holds_one_lease(store: Ad
 
 
 def test_an_error_without_a_text_is_named(store: AdapterStore, backend: Backend) -> None:
-    def load_adapter(slot: int, opened: Opened) -> tuple[str, int]:
+    def load_adapter(slot: int, opened: Any, pause: Callable[[], None]) -> tuple[str, int]:
         raise MemoryError
 
     backend.load_adapter = load_adapter  # type: ignore[method-assign]
@@ -281,7 +282,7 @@ def test_requests_find_their_own_adapter_whatever_happens(events: int, backend: 
             store.release_except(set(live))
         if rng.random() < 0.5:
             settle(store)
-        store.poll()
+        store.poll(0.0)
         for request, key in live.items():
             if (use := store.use_of(request)) is not None:
                 assert backend.slots[use.slot] == key
@@ -290,3 +291,133 @@ def test_requests_find_their_own_adapter_whatever_happens(events: int, backend: 
     settle(store)
     assert served > events // 4
     store.close()
+
+
+def test_an_adapter_drains_for_one_that_has_waited_and_later_requests_wait_behind_it(
+    store: AdapterStore, backend: Backend
+) -> None:
+    """A flood of a, b and c keeps all places taken; d gets one when a's requests under way end."""
+    for key in "abcd":
+        store.register(key, key, key)
+        settle(store)
+    for name, key in (("a0", "a"), ("b0", "b"), ("b1", "b"), ("c0", "c"), ("c1", "c")):
+        store.lease(name, key, 1.0)
+    settle(store)
+    live = {"a0", "b0", "b1", "c0", "c1", "cold"}
+    store.lease("cold", "d", 1.0)
+    settle(store, 10.0)
+    store.lease("a1", "a", 1.0)
+    assert store.use_of("a1") is not None
+    # a has two requests now, like the others, and comes first among them
+    settle(store, 11.0)
+    assert [store.books.is_draining(key) for key in "abc"] == [True, False, False]
+    for name in ("a2", "a3"):
+        store.lease(name, "a", 1.0)
+        assert store.use_of(name) is None
+    assert store.wait("a") > 0.9
+    store.release_except({*live, "a1", "a2", "a3"} - {"a0"})
+    settle(store, 12.0)
+    assert store.use_of("cold") is None
+    live -= {"a0"}
+    # requests behind it may leave too
+    store.release_except({*live, "a2"})
+    settle(store, 13.0)
+    assert store.use_of("cold") is not None
+    assert not store.books.is_draining("a")
+    # now a is the cold one, and the next to drain is not what was waited for
+    settle(store, 14.0)
+    settle(store, 15.0)
+    assert store.use_of("a2") is None
+    store.release_except({*live, "a2"} - {"b0", "b1", "c0", "c1", "cold"})
+    settle(store, 16.0)
+    assert store.use_of("a2") is not None
+    store.books.check_integrity()
+
+
+def test_draining_ends_with_the_request_that_it_was_for(
+    store: AdapterStore, backend: Backend
+) -> None:
+    for key in "abcd":
+        store.register(key, key, key)
+    for key in "abc":
+        store.lease(key, key, 1.0)
+    settle(store)
+    store.lease("cold", "d", 1.0, due=0.5)
+    # its first token is due before a second has passed
+    settle(store, 0.0)
+    assert not store.books.is_draining("a")
+    settle(store, 0.6)
+    store.lease("late", "a", 1.0)
+    assert store.use_of("late") is None
+    store.forget("a")
+    assert store.use_of("late") is not None
+    settle(store, 2.0)
+    settle(store, 4.0)
+    assert store.books.is_draining("b")
+    store.release_except({"a", "b", "c", "late"})
+    settle(store, 5.0)
+    store.lease("more", "b", 1.0)
+    assert store.use_of("more") is not None
+    assert not store.books.is_draining("b")
+
+
+def test_the_wait_for_an_adapter_is_learned(store: AdapterStore, backend: Backend) -> None:
+    def load_adapter(slot: int, opened: Any, pause: Callable[[], None]) -> tuple[str, int]:
+        time.sleep(0.05)
+        backend.slots[slot] = opened.path
+        return opened.path, opened.num_bytes
+
+    backend.load_adapter = load_adapter  # type: ignore[method-assign]
+    for key in "abcd":
+        store.register(key, key)
+    before = store.wait("a")
+    settle(store)
+    # three fit, and d is the last of them
+    assert [store.wait(key) > 0.0 for key in "abcd"] == [True, False, False, False]
+    assert store.wait("a") > before + 0.02
+    assert store.wait("unknown") == 0.0
+    alone = store.wait("a")
+    for key in "bcd":
+        store.lease(key, key, 1.0)
+    assert store.wait("a") >= alone + 1.0
+
+
+def test_loading_sleeps_between_slices_only_while_steps_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computing, slept, used = False, list[float](), 0.0
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "thread_time", lambda: used)
+    slices = Slices(lambda: computing)
+    slices.begin()
+    used = 1.0
+    slices.pause()
+    assert not slept
+    computing = True
+    slices.pause()
+    slices.pause()
+    assert len(slept) == 1
+    used = 2.0
+    slices.pause()
+    assert len(slept) == 2
+
+
+def test_stats_name_a_running_adapter_in_running_alone(store: AdapterStore) -> None:
+    for key in "abcd":
+        store.register(key, key, key)
+    for request_id, key in (("1", "a"), ("2", "a"), ("3", "b"), ("4", "d")):
+        store.lease(request_id, key, 1.0)
+    settle(store)
+    assert store.stats({"1"}).running == ("a",)
+    assert sorted(store.stats({"1"}).waiting) == ["b", "d"]
+    assert store.stats(set()).running == ()
+    store.note_wait(0.5)
+    store.release_except(set())
+    store.forget("a")
+    store.register("x", "bad")
+    settle(store)
+    found = store.stats(set())
+    assert dict(found.loads) == {"loaded": 3, "failed": 1}
+    assert dict(found.gone) == {"unloaded": 1}
+    assert (found.num_bytes, found.num_resident, found.wait_seconds) == (20, 2, 0.5)
+    assert found.waiting == found.running == ()

@@ -108,7 +108,7 @@ class Engine:
     def step(self) -> None:
         """Do what a turn of ``EngineLoop`` does."""
         self.keeper.poll(self.core.num_steps, self.core.num_planned)
-        for request in self.arrivals.take(self.now):
+        for request, _ in self.arrivals.take(self.now):
             add_to_core(self.core, request)
         self._note(self.core.step())
 

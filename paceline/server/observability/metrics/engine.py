@@ -14,10 +14,10 @@ from typing import Final, Literal
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.queues.wait_clocks import REASONS
 from paceline.engine.types import BlockStats, EngineFaults, EngineInfo, EngineStats, SchedulerStats
 from paceline.http.exposition import Number, Registry
 from paceline.http.slow_readers import SlowReaders
+from paceline.server.observability.metrics.adapters import AdapterMetrics
 
 __all__ = ["EngineMetrics", "FaultCollector"]
 
@@ -251,6 +251,8 @@ class EngineMetrics:
             "many waited to be written (busy).",
             "kind",
         )
+        # None: the engine serves none
+        self._adapters = AdapterMetrics(registry, info) if info.adapter_bytes else None
         one(
             gauge,
             "paceline:memory_pressure_level",
@@ -283,11 +285,13 @@ class EngineMetrics:
         now = stats.scheduler
         self._steps.value = stats.num_steps
         self._answers.value = stats.finished_answers_bytes
+        if self._adapters is not None and stats.adapters is not None:
+            self._adapters.update(stats.adapters)
         for number, read in self._readings:
             number.value = read(now)
         self._update_classes(stats)
         self._update_blocks(stats.blocks or BlockStats())
-        for reason in REASONS:
+        for reason, _ in now.waited:
             self._blocked.at(reason).value = float(reason == now.blocked_by)
         for reason, seconds in now.waited:
             self._blocked_seconds.at(reason).value = seconds

@@ -23,6 +23,7 @@ export const REASONS = {
   pace: "for the targets of those running",
   policy: "for the policy",
   pressure: "for memory pressure to fall",
+  adapter: "for its adapter",
 };
 
 /**

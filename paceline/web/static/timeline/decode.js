@@ -11,7 +11,7 @@ const NAMES = Object.fromEntries(Object.entries(TYPES).map(([name, type]) => [ty
 export const KIND = { admit: 1, found: 2, held: 3, chunk: 4, draft: 5, narrow: 6, skip: 7, preempt: 8, swap: 9, demote: 10, promote: 11, earlier: 12, wrong: 13 };
 export const STATE = { wait: 0, held: 1, chunk: 2, decode: 3, skipped: 4, preempted: 5, swapped: 6, ended: 7 };
 export const STATES = Object.keys(STATE);
-export const REASONS = ["step", "budget", "slots", "memory", "pace", "policy", "pressure"];
+export const REASONS = ["step", "budget", "slots", "memory", "pace", "policy", "pressure", "adapter"];
 export const ENDS = ["stop", "length", "abort", "error", "expired"];
 const text = new TextDecoder();
 
@@ -84,7 +84,7 @@ const FITS = {
   thin: isFlag, bestEffort: isFlag, resumed: isFlag, demoted: isFlag, reset: isFlag, id: isText, slo: isText, tenant: isText,
   ttft: isTime, tpot: isTime, deadline: isTime, predicted: isTime, scheduled: isTime, firstToken: isTime,
   lane: (value) => Number.isInteger(value) && value >= 0 && value <= NO_LANE, events: Array.isArray, lanes: Array.isArray,
-  waits: (value) => Array.isArray(value) && value.length === REASONS.length && value.every(isNumber),
+  waits: (value) => Array.isArray(value) && value.length <= REASONS.length && value.every(isNumber),
 };
 /** @param {string} names */
 const fieldsOf = (names) => names.split(" ").map((name) => ({ name, fits: FITS[name] ?? isNumber }));
