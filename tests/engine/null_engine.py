@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from paceline.backends.reference.null import NullBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.engine.adapters.store import AdapterLimits, AdapterStore, OpenedAdapter
 from paceline.engine.core import EngineCore
 from paceline.engine.process.loop import engine_info
 from paceline.engine.process.process import engine_main
@@ -67,6 +70,27 @@ class FaultyBackend(NullBackend):
             time.sleep(600)
         return super().execute(plan)
 
+    def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> OpenedAdapter:
+        return _Opened()
+
+    def load_adapter(
+        self, slot: int, opened: OpenedAdapter, pause: Callable[[], None]
+    ) -> tuple[str, int]:
+        """End the process without a word: every adapter is a deadly one."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("it goes on")
+
+    def drop_adapter(self, slot: int) -> None:
+        """Do nothing: there is no memory."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    num_bytes: int = 10
+    num_products: int = 5
+    max_rank: int = 4
+    notes: tuple[str, ...] = ()
+
 
 def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     """``config`` is JSON: what to do instead of loading, and arguments of NullBackend and core."""
@@ -83,6 +107,7 @@ def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     core_settings = settings.pop("core", {})
     backend = FaultyBackend(**settings)
     core = null_core(backend, **core_settings)
+    core.adapters = AdapterStore(backend, AdapterLimits(100))
     return core, engine_info(core, "null")
 
 

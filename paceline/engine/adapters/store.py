@@ -209,6 +209,8 @@ class AdapterStore:
             1, thread_name_prefix="paceline-adapters", initializer=yield_to_steps
         )
         self._news: list[AdapterStatus] = []
+        # called with the keys of those that the thread is at work on, before it is
+        self.on_loading: Callable[[Collection[str]], None] | None = None
         # what ``stats`` counts
         self._loads, self._left = Counter[str](), Counter[str]()
         self._load_seconds = self._wait_seconds = 0.0
@@ -235,6 +237,7 @@ class AdapterStore:
         """
         assert key not in self._adapters, f"adapter {key} is registered"
         adapter = self._adapters[key] = self._under_way[key] = _Adapter(path, digest=digest)
+        self._tell_loading()
         limits = self._limits
         adapter.opening = self._thread.submit(
             self._backend.open_adapter, path, limits.max_rank, limits.dtype
@@ -335,6 +338,7 @@ class AdapterStore:
                 self._opened(key, adapter)
             if adapter.loading is not None and adapter.loading.done():
                 self._loaded(key, adapter)
+        self._tell_loading()
         is_blocked = False
         for key, _, due in list(self._uses.values()):
             adapter = self._adapters[key]
@@ -466,9 +470,14 @@ class AdapterStore:
         adapter.slot, self._num_slots = self._num_slots, self._num_slots + 1
         opened = adapter.opened
         assert opened is not None
-        adapter.loading = self._thread.submit(self._load, adapter.slot, opened)
         self._under_way[key] = adapter
+        self._tell_loading()
+        adapter.loading = self._thread.submit(self._load, adapter.slot, opened)
         return True
+
+    def _tell_loading(self) -> None:
+        if self.on_loading is not None:
+            self.on_loading(self._under_way.keys())
 
     def _loaded(self, key: str, adapter: _Adapter) -> None:
         assert adapter.loading is not None

@@ -19,12 +19,14 @@ from typing import Final
 from paceline.core.outputs import SchedulerOutput
 from paceline.engine.fanout import request_of
 
-__all__ = ["InFlightFile", "read_in_flight"]
+__all__ = ["LOADING", "InFlightFile", "read_in_flight"]
 
 _log = logging.getLogger(__name__)
 
 # bytes of the length before the ids
 _HEAD: Final = 4
+# begins an entry that is no request, which no id contains
+LOADING: Final = "\0"
 
 
 class InFlightFile:
@@ -43,6 +45,8 @@ class InFlightFile:
         self._plans: deque[tuple[str, ...]] = deque(maxlen=num_plans)
         # outside the steps: requests whose grammars are being compiled
         self._aside: frozenset[str] = frozenset()
+        # adapters that are being loaded, as ``LOADING`` and their key
+        self._loading: frozenset[str] = frozenset()
         self._written: object = None
         self._fd: int | None = None
         try:
@@ -60,16 +64,22 @@ class InFlightFile:
         self._aside = frozenset(request_ids)
         self._write()
 
+    def loading(self, keys: Iterable[str]) -> None:
+        """Set the adapters that are being loaded, from now on."""
+        self._loading = frozenset(LOADING + key for key in keys)
+        self._write()
+
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def _write(self) -> None:
-        state = (tuple(self._plans), self._aside)
+        state = (tuple(self._plans), self._aside, self._loading)
         if self._fd is None or state == self._written:
             return
         ids = {request_of(choice) for plan in self._plans for choice in plan} | self._aside
+        ids |= self._loading
         text = "\n".join(ids).encode()
         try:
             # in one call, as the process may end at any moment
@@ -85,7 +95,8 @@ class InFlightFile:
 
 
 def read_in_flight(path: Path) -> frozenset[str] | None:
-    """Return the ids of an engine's requests, or those at its end; None: unknown."""
+    """Return the ids of an engine's requests, or those at its end, and the adapters that it was
+    loading, behind ``LOADING``; None: unknown."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -89,6 +89,8 @@ class EngineLoop:
         self._in_flight = in_flight
         if in_flight is not None:
             core.on_plan = in_flight.step
+            if core.adapters is not None:
+                core.adapters.on_loading = in_flight.loading
         self._inbox = inbox
         self._send = send
         self._clock = clock

@@ -15,6 +15,7 @@ from paceline.engine.fanout import open_choices
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.quarantine import Place, Suspect
 from paceline.engine.types import (
+    AdapterStats,
     ChoiceDelta,
     EngineStats,
     GenerationOutput,
@@ -107,8 +108,21 @@ def added(before: EngineStats, now: EngineStats) -> EngineStats:
     """Return ``now`` with its counters continuing those of ``before``, so that none ever falls."""
     old, new = before.scheduler, now.scheduler
     totals = {name: _sum(getattr(old, name), getattr(new, name)) for name in COUNTERS}
+    adapters = now.adapters
+    if before.adapters is not None:
+        adapters = adapters or AdapterStats()
+        adapters = msgspec.structs.replace(
+            adapters,
+            **{
+                name: _sum(getattr(before.adapters, name), getattr(adapters, name))
+                for name in ("loads", "load_seconds", "gone", "wait_seconds")
+            },
+        )
     return msgspec.structs.replace(
-        now, num_steps=before.num_steps + now.num_steps, scheduler=replace(new, **totals)
+        now,
+        num_steps=before.num_steps + now.num_steps,
+        scheduler=replace(new, **totals),
+        adapters=adapters,
     )
 
 

@@ -30,7 +30,9 @@ import msgspec
 
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.process.frontend import happens_within
+from paceline.engine.process.in_flight import LOADING
 from paceline.engine.protocol import Sink, Tokenizer
+from paceline.engine.supervision.deadly_loads import DeadlyLoads
 from paceline.engine.supervision.quarantine import Place, Quarantine, Suspect, find_guilty
 from paceline.engine.supervision.restarts import Restarts, watch
 from paceline.engine.supervision.supervised import (
@@ -109,6 +111,9 @@ class SupervisedEngineClient:
         self._quarantine = Quarantine()
         # paths and digests of the adapters that were loaded, by key: every engine gets them
         self._adapters: dict[str, tuple[str, str]] = {}
+        # paths of loads under way, by key
+        self._loading: dict[str, str] = {}
+        self._deadly = DeadlyLoads()
         self._num_engines = 1
         self._replacing: asyncio.Task[None] | None = None
         self._counts = Counts()
@@ -190,6 +195,8 @@ class SupervisedEngineClient:
         self._idle.clear()
         try:
             while True:
+                if request.adapter in self._adapters:
+                    self._check_load(self._adapters[request.adapter][0])
                 async with contextlib.aclosing(self._attempt(call, sink)) as outputs:
                     async for output in outputs:
                         yield output
@@ -220,19 +227,34 @@ class SupervisedEngineClient:
 
     async def load_adapter(self, key: str, path: str) -> AdapterStatus:
         """Load an adapter as ``EngineFrontend.load_adapter`` does; later engines get it too. Raises
-        EngineLostError if the engine ends meanwhile."""
+        EngineLostError if the engine ends meanwhile, or ended twice under this load."""
         self._raise_if_dead()
+        self._check_load(path)
         engine = self._engine
         if engine is None:
             raise self._lost()
+        self._loading[key] = path
         try:
             status = await engine.client.load_adapter(key, path)
         except EngineDeadError:
             self._raise_if_dead()
             raise self._lost() from None
+        finally:
+            del self._loading[key]
         if status.status != "failed":
             self._adapters[key] = path, status.digest
         return status
+
+    def _check_load(self, path: str) -> None:
+        """Raise EngineLostError while the adapter at ``path`` is left alone."""
+        if self._deadly.check(path, time.monotonic()) and self._engine is not None:
+            self._register(self._engine.client, lambda other: other == path)
+
+    def _register(self, client: ProcessEngineClient, wanted: Callable[[str], bool]) -> None:
+        """Tell an engine of the adapters whose paths are wanted."""
+        for key, (path, digest) in self._adapters.items():
+            if wanted(path):
+                client.register_adapter(key, path, digest)
 
     def unload_adapter(self, key: str) -> None:
         """Forget an adapter; requests that use it go on."""
@@ -376,8 +398,7 @@ class SupervisedEngineClient:
         client.on_stats = self._note_stats
         client.on_timeline = self._note_timeline
         client.on_dead = lambda error: self._engine_gone(engine, str(error))
-        for key, (path, digest) in self._adapters.items():
-            client.register_adapter(key, path, digest)
+        self._register(client, lambda path: path not in self._deadly)
         self._note_stats(client.stats)
         self._wake()
         self._quarantine.open()
@@ -396,6 +417,9 @@ class SupervisedEngineClient:
         if engine is not self._engine or self._closing is not None:
             return
         engine.guilty = find_guilty(self._started(engine))
+        known = self._loading | {key: path for key, (path, _) in self._adapters.items()}
+        loading = [e[1:] for e in engine.client.requests_in_flight() or () if e.startswith(LOADING)]
+        self._deadly.note([known[key] for key in loading if key in known], time.monotonic())
         self._engine = None
         self._quarantine.close()
         kind, self._ending = self._ending or "exit", ""

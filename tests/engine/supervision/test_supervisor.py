@@ -367,3 +367,30 @@ def test_sums_of_statistics_never_fall() -> None:
     assert dict(sums.waited) == {"memory": 0.75, "slots": 1.0}
     # the rest is as it is
     assert (total.time, sums.num_running, total.iteration_tokens) == (1.0, 1, (4,))
+
+
+async def test_an_adapter_whose_load_ends_the_engine_twice_is_not_loaded_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with supervised() as client:
+        for key in ("x#0", "x#1"):
+            with pytest.raises(EngineLostError, match="another engine is being started"):
+                await client.load_adapter(key, "/deadly")
+            await until(lambda: client.faults.up)
+        pid = client.pid
+        with pytest.raises(EngineLostError, match="ended 2 times while this adapter was") as found:
+            await client.load_adapter("x#2", "/deadly")
+        assert 0 < found.value.retry_after <= 60
+        # requests that name it are answered alike, and others are served
+        client._adapters["x#3"] = "/deadly", "digest"
+        with pytest.raises(EngineLostError, match="while this adapter was loaded"):
+            await whole(client, make("r", adapter="x#3"))
+        assert (await whole(client, make("s"))).finished
+        assert client.pid == pid
+        # then it has one more try, which ends the engine once more
+        client._deadly._until["/deadly"] = 0.0
+        with pytest.raises(EngineLostError, match="another engine is being started"):
+            await client.load_adapter("x#4", "/deadly")
+        await until(lambda: client.faults.up)
+        with pytest.raises(EngineLostError, match="ended 3 times"):
+            await client.load_adapter("x#5", "/deadly")
