@@ -130,7 +130,8 @@ class Servers:
 def model_flags() -> tuple[str, ...]:
     """Return the flags of a server with the real model."""
     places, _ = our_places()
-    return str(places.model), "--served-model-name", "m"
+    # a busy machine may predict that the first token comes late
+    return str(places.model), "--served-model-name", "m", "--max-predicted-ttft", "0"
 
 
 async def restart() -> dict[str, Any]:

@@ -26,6 +26,9 @@ from paceline.bench.calibrate.asking import Answers
 from paceline.bench.calibrate.labels import Check, Label
 from paceline.checkpoints.hub.catalogue import Alias
 from paceline.checkpoints.hub.pip_models import pull
+from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.wiring import build_core
+from paceline.engine.blocks.fingerprint import file_digests
 from paceline.gateway.billing.ledger import Ledger
 from paceline.gateway.settings.prices import Used
 from paceline.server.batches.store import BatchStore
@@ -49,6 +52,8 @@ PLACES = {
     "bench/calibrate/asking.py": "",
     "cli/offline/batch_files.py": "",
     "engine/recorder.py": "",
+    "engine/blocks/disk.py": "",
+    "engine/blocks/opening.py": "its folder",
     "gateway/billing/ledger.py": "",
     "server/batches/database.py": "",
     "server/batches/store.py": "",
@@ -187,6 +192,19 @@ def test_what_a_calibration_writes(tmp_path: Path) -> None:
     label = Label(Check(exact="4"), prompt="2 + 2?")
     Answers(tmp_path / "chat.answers.jsonl").add("small", label, {"choices": []})
     assert files(tmp_path) == {"chat.answers.jsonl"} and public(tmp_path) == []
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_a_store_of_kv_blocks_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "blocks"
+    settings = EngineSettings.of(kv_store=str(folder), num_blocks=8)
+    core, _ = build_core(settings)
+    assert core.blocks is not None and core.blocks.store is not None
+    core.blocks.store.write([bytes(32)], bytes(core.blocks.block_bytes))
+    file_digests([Path(__file__)], folder)
+    core.close()
+    assert {"00000.seg", "00000.idx", "lock", "digests.json"} <= files(tmp_path)
+    assert public(tmp_path) == []
 
 
 @pytest.mark.usefixtures("open_umask")

@@ -393,6 +393,8 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     # flags of serve alone, see test_adapter_options.py
     elsewhere |= {"enable_lora", "lora_bytes", "max_cpu_loras", "max_lora_rank", "lora_dtype"}
     elsewhere |= {"adapter_bytes", "max_adapters"}
+    # the same, see tests/cli/serve/test_blocks.py
+    elsewhere |= {"kv_store", "kv_store_bytes", "kv_port", "kv_host"}
     for part in (EngineSettings, BackendSettings, SchedulerConfig):
         for field in fields(part):
             if field.name not in elsewhere:
