@@ -20,7 +20,7 @@ class Link:
     """Latency and rate of one place. The defaults are first guesses."""
 
     latency: float = 0.02
-    bytes_per_s: float = 2e8
+    bytes_per_s: float = 1e8
 
     def seconds(self, num_bytes: int) -> float:
         """Return the predicted time of a fetch."""

@@ -27,8 +27,10 @@ from paceline.engine.types import GenerationRequest
 
 __all__ = ["Arrivals"]
 
-# a fetch may take this many times as long as predicted, and at least so many seconds
+# a fetch may take this many times as long as predicted, this share of the time to compute instead,
+# and at least so many seconds
 _LATE: Final = 2.0
+_PATIENCE: Final = 0.25
 _LEAST_S: Final = 0.5
 # fetches under way at once; others wait, within their own deadlines
 _FETCHES: Final = 2
@@ -123,7 +125,9 @@ class Arrivals:
             if not parts:
                 return False
             taken = sum(p.link.seconds((p.stop - p.first) * keeper.block_bytes) for p in parts)
-            deadline = now + max(self._least, _LATE * taken)
+            computing = self._computing((stop - first) * keeper.kv.block_size)
+            patience = _PATIENCE * computing if math.isfinite(computing) else 0.0
+            deadline = now + max(self._least, _LATE * taken, patience)
             fetch = self._fetches[hashes[first]] = _Fetch(hashes, parts, deadline)
             self._executor.submit(self._read, fetch)
         fetch.requests.append((request, adapter_wait))

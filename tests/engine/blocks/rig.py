@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -51,7 +52,7 @@ class Engine:
         store: BlockStore | None = None,
         *,
         executor: Inline | None = None,
-        computing: float = 1e9,
+        computing: float = math.inf,
         num_blocks: int = 32,
         **backend: Any,
     ) -> None:

@@ -219,6 +219,21 @@ def test_a_deadline_ends_the_wait_and_one_fetch_serves_all_who_share_it() -> Non
     assert store.counts.read_bytes == 0
 
 
+def test_a_wait_is_worth_a_quarter_of_computing() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    second = Engine(store, executor=Inline(waits=True), computing=1.0)
+    assert second.add("a", prompt(0))
+    second.now = 7.9
+    second.step()
+    assert second.arrivals
+    second.now = 8.1
+    second.step()
+    assert not second.arrivals
+
+
 def test_a_request_that_all_have_left_stops_its_fetch() -> None:
     store = MemoryStore(BLOCK)
     first = Engine(store)
@@ -256,7 +271,7 @@ def test_what_computes_faster_is_not_fetched() -> None:
     link = Link()
     assert link.is_worth(100, 1.0) and not link.is_worth(100, 0.02)
     link.observe(10**9, 0.02, 1.0)
-    assert link.seconds(6 * 10**8) == pytest.approx(0.02 + 1.0)
+    assert link.seconds(6 * 10**8) == pytest.approx(0.02 + 6.0 / 5.5)
     for _ in range(5):
         link.observe(0, 5.0, 5.0)
     assert not link.is_worth(100, 1.0)
