@@ -25,6 +25,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -106,6 +107,14 @@ async def source_of(port: int, at: int | None = None) -> dict[str, Any]:
     return {"kv_source": {"url": url, "fingerprint": told["fingerprint"]}}
 
 
+async def fetched(port: int) -> dict[str, int]:
+    """Return the tokens that this server wanted from elsewhere, by what became of them."""
+    async with exchange(port, "/metrics") as answer:
+        text = (await answer.body()).decode()
+    found = re.findall(r'^paceline:kv_fetch_tokens_total{.*result="(\w+)".*} (\S+)', text, re.M)
+    return {result: int(float(tokens)) for result, tokens in found}
+
+
 class Servers:
     """Servers of one part, closed together."""
 
@@ -153,7 +162,7 @@ async def restart() -> dict[str, Any]:
 
 async def hit() -> dict[str, Any]:
     """Compare a prompt computed with one that a peer has computed, over a link with a rate."""
-    draw, cold, fetched, same = random.Random(1), list[float](), list[float](), True
+    draw, cold, quick, same = random.Random(1), list[float](), list[float](), True
     with Servers(*model_flags(), "--kv-port", "0") as servers:
         first, second = servers.start("first"), servers.start("second")
         for server in (first, second):
@@ -167,9 +176,14 @@ async def hit() -> dict[str, Any]:
                 computed = await stream(first.port, asked, 16)
                 here = await stream(second.port, asked, 16, **source)
                 cold.append((await stream(second.port, prompt(draw), 16)).ttft)
-                fetched.append(here.ttft)
+                quick.append(here.ttft)
                 same = same and computed.ids == here.ids
-    return _compared("ttft_cold", cold, "ttft_peer", fetched) | {"same": same, "mbit": MBIT}
+            came = await fetched(second.port)
+    return _compared("ttft_cold", cold, "ttft_peer", quick) | {
+        "same": same,
+        "mbit": MBIT,
+        "tokens": came,
+    }
 
 
 async def moves() -> dict[str, Any]:
@@ -244,7 +258,7 @@ async def relay(port: int, bytes_per_s: float) -> AsyncIterator[int]:
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         free = time.monotonic()
-        while data := await reader.read(1 << 16):
+        while data := await reader.read(1 << 18):
             free = max(free, time.monotonic()) + len(data) / bytes_per_s
             await asyncio.sleep(max(0.0, free - time.monotonic()))
             writer.write(data)
@@ -252,7 +266,7 @@ async def relay(port: int, bytes_per_s: float) -> AsyncIterator[int]:
         writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", port)
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
         await asyncio.gather(
             copy(reader, other_writer), copy(other_reader, writer), return_exceptions=True
         )

@@ -134,7 +134,7 @@ def _build_and_run(
         send(Dead.of(error))
         return 1
     finally:
-        inbox.close()
+        messages.close()
         core.close()
         in_flight.close()
     if not shutdown.reason:
@@ -221,10 +221,15 @@ class _SocketInbox:
         self._poller.register(watch.wake_fd, zmq.POLLIN)
         self._poller.register(self._reader.fileno(), zmq.POLLIN)
 
+    def close(self) -> None:
+        self._socket.close()
+        self._reader.close()
+        self._writer.close()
+
     def wake(self) -> None:
         """Make a waiting ``receive`` return. Called from any thread."""
-        with contextlib.suppress(BlockingIOError):
-            # full of earlier wake-ups, which suffice
+        with contextlib.suppress(OSError):
+            # full of earlier wake-ups, which suffice, or closed
             self._writer.send(b"\0")
 
     def receive(self, timeout: float) -> Sequence[ClientMessage]:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+import zmq
 
 from paceline.core.outputs import RequestUpdate, TokenLogprobs
 from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.process import process as process_module
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.process.messages import (
     Abort,
@@ -341,3 +346,21 @@ class TestMessages:
             decode_client_message(data)
         with pytest.raises(msgspec.DecodeError):
             decode_engine_message(data)
+
+
+def test_a_wait_for_messages_ends_when_woken_from_a_thread() -> None:
+    context = zmq.Context()
+    quiet, other = socket.socketpair()
+    with quiet, other, context.socket(zmq.PULL) as pull:
+        watch = SimpleNamespace(reason="", wake_fd=quiet.fileno())
+        inbox = process_module._SocketInbox(pull, cast(Any, watch))
+        inbox.wake()
+        assert inbox.receive(60.0) == [], "woken before"
+        threading.Timer(0.05, inbox.wake).start()
+        assert inbox.receive(60.0) == [], "woken while it waits"
+        for _ in range(100_000):
+            # more than the socket takes
+            inbox.wake()
+        assert inbox.receive(60.0) == []
+        inbox.close()
+    context.term()
