@@ -91,6 +91,9 @@ test-clients: $(READY) model ## other people's SDKs and tools against a live ser
 test-upstreams: $(READY) model ## the gateway before llama.cpp's server and vLLM, killed under its streams, and our scheduler inside vLLM (KINDS="vllm paced")
 	@$(BIN)/python -m tests.upstreams $(KINDS)
 
+test-fleet: $(READY) ## replicas, engines, controllers and (with paceline[ray]) actors killed and stopped under streams, FAULTS (1) times each
+	@$(PYTEST) tests/fleet && FAULTS="$(or $(FAULTS),1)" $(BIN)/python -m benchmarks.fleet.faults
+
 docs: $(DOCS_STAMP) ## the docs site into build/site; fails where a page has a broken link
 	@scripts/docs-demo && $(DOCS_VENV)/bin/zensical build --strict --clean
 docs-serve: $(DOCS_STAMP) ## the same while you write, on DOCS_PORT (8001)

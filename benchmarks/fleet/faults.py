@@ -1,4 +1,4 @@
-"""Faults of a fleet on this host, each under streams whose every token is known: ``make test-fleet``.
+"""Faults of a fleet on this host, each under streams whose tokens are known: ``make test-fleet``.
 
     python -m benchmarks.fleet.faults
 
@@ -55,18 +55,11 @@ async def _replica_stopped(fleet: Fleet) -> None:
 
 
 async def _engine_killed(fleet: Fleet) -> None:
-    # the replica replaces it itself
-    _end(fleet, engine=True, how=signal.SIGKILL)
-    await asyncio.sleep(2.0)
-    await fleet.settled()
+    await fleet.settled([_end(fleet, engine=True, how=signal.SIGKILL)])
 
 
 async def _engine_stopped(fleet: Fleet) -> None:
-    _end(fleet, engine=True, how=signal.SIGSTOP)
-    await asyncio.sleep(3.0)
-    for record in fleet.records():
-        os.kill(fleet.engine_of(record), signal.SIGCONT)
-    await fleet.settled()
+    await fleet.settled([_end(fleet, engine=True, how=signal.SIGSTOP)])
 
 
 async def _controller_killed(fleet: Fleet) -> None:

@@ -30,6 +30,7 @@ from paceline.files import private_opener, write_private
 __all__ = ["Record", "last_number", "read_records", "start_replica"]
 
 _READY: Final = re.compile(rb"paceline ready: (https?://\S+?)/v1 ")
+_RESTARTS: Final = "--max-engine-restarts"
 # bytes of a log's end among which its last line is looked for
 _TAIL_BYTES: Final = 4096
 
@@ -94,9 +95,15 @@ def start_replica(
     resources: Mapping[str, float],
     environ: Mapping[str, str],
 ) -> Record:
-    """Start a replica and write its file. Raises OSError."""
+    """Start a replica and write its file. Raises OSError.
+
+    It ends with its engine, unless ``args`` say otherwise: its streams go on at once at another
+    replica, not only when the next engine is ready, and the controller starts another one.
+    """
     command = [sys.executable, "-m", "paceline.cli.main", "serve", *args, "--port", "0"]
     command += ["--exit-unwatched", f"{exit_unwatched:g}"]
+    if not any(word.partition("=")[0] == _RESTARTS for word in args):
+        command += [_RESTARTS, "0"]
     with (
         open(folder / f"{name}.out", "wb", opener=private_opener) as out,
         open(folder / f"{name}.log", "ab", opener=private_opener) as log,
