@@ -15,11 +15,12 @@ never ends a replica of another one: that is the roll-back.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-__all__ = ["Command", "Controller", "Members", "Replica", "Seen", "Spec", "State"]
+__all__ = ["Command", "Controller", "Members", "Replica", "Scale", "Seen", "Spec", "State"]
 
 State = Literal["starting", "ready", "draining", "stopping"]
 
@@ -31,14 +32,32 @@ _SETTLE_SECONDS: Final = 0.5
 _KILL_SECONDS: Final = 10.0
 # longest wait after failed starts, s
 _MAX_BACKOFF: Final = 60.0
+# load of a replica that leaves room for what comes while another one starts; and the most that one
+# counts for
+_TARGET_LOAD: Final = 0.7
+_MOST_LOAD: Final = 2.0
+# a pool shrinks to what the last seconds needed at most, one replica at a time
+_SHRINK_WINDOW: Final = 300.0
+_SHRINK_SECONDS: Final = 30.0
 # a replica that ends within this many seconds of being ready has failed to start
 _SETTLED: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What a pool shall be."""
+class Scale:
+    """Bounds of a pool that grows and shrinks with its load, and the predicted seconds to a first
+    token at which a replica counts as full."""
 
+    min: int
+    max: int
+    first_token: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Goal of a pool."""
+
+    # with a ``scale`` the number to begin with
     replicas: int
     # arguments of ``paceline serve``, and the name of this version of them
     args: tuple[str, ...] = ()
@@ -50,11 +69,12 @@ class Spec:
     drain_seconds: float = 30.0
     # time for which a replica of which nothing is heard counts as alive
     lease: float = 60.0
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is seen of one replica now."""
+    """Sight of one replica at one moment."""
 
     # its address; "": it has not said one yet
     url: str = ""
@@ -68,6 +88,11 @@ class Seen:
     requests: int | None = None
     # why it is not up, for people
     trouble: str = ""
+    # predicted seconds to the first token of a further request, the worst of all gateways; None:
+    # not known
+    first_token: float | None = None
+    # share of its KV cache in use; None: not known
+    kv: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +118,57 @@ class Command:
 
     kind: Literal["start", "stop", "kill"]
     name: str
-    # of a start
+    # arguments and version of a start
     args: tuple[str, ...] = ()
     version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """What the gateways are told."""
+    """Word to the gateways: the engines of the pool."""
 
     # address by name
     engines: Mapping[str, str] = field(default_factory=dict)
     draining: tuple[str, ...] = ()
     move: tuple[str, ...] = ()
+
+
+class Scaling:
+    """Number of replicas for a load: more at once, fewer slowly."""
+
+    def __init__(self) -> None:
+        # (time, replicas needed), decreasing in need: the first is the most of the window
+        self._needs: deque[tuple[float, int]] = deque()
+        # when the number last changed
+        self._changed_at: float | None = None
+
+    def wanted(self, now: float, scale: Scale, serving: Sequence[Seen], before: int) -> int:
+        """Return the replicas that the pool shall have; ``before``: had so far."""
+        before = min(scale.max, max(scale.min, before))
+        if not serving:
+            return before
+        need = math.ceil(sum(_load(each, scale) for each in serving) / _TARGET_LOAD - 1e-9)
+        need = min(scale.max, max(scale.min, need))
+        while self._needs and self._needs[-1][1] <= need:
+            self._needs.pop()
+        self._needs.append((now, need))
+        if now - self._needs[0][0] > _SHRINK_WINDOW:
+            self._needs.popleft()
+        if self._changed_at is None:
+            # nothing is known of the time before: a window passes first
+            self._changed_at = now + _SHRINK_WINDOW - _SHRINK_SECONDS
+        if need > before:
+            self._changed_at = now
+            return need
+        if self._needs[0][1] < before and now - self._changed_at >= _SHRINK_SECONDS:
+            self._changed_at = now
+            return before - 1
+        return before
+
+
+def _load(seen: Seen, scale: Scale) -> float:
+    """Return how full a replica is: its memory, or the wait for a first token."""
+    return min(_MOST_LOAD, max(seen.kv or 0.0, (seen.first_token or 0.0) / scale.first_token))
 
 
 class Controller:
@@ -127,24 +190,35 @@ class Controller:
         # why the last one failed, for people
         self.last_failure = ""
         self._failed_at = -math.inf
+        self._scaling = Scaling()
+        # replicas that the pool shall have now
+        self.wanted = spec.replicas
         self._number = number
 
     def adopt(self, name: str, version: str, url: str, now: float) -> None:
         """Take over a replica that runs already; ``url``: "" if it was not ready yet."""
         state: State = "ready" if url else "starting"
         self.replicas[name] = Replica(name, version, state, now, now, url)
+        # a pool that has grown stays so until its load says otherwise
+        self.wanted = _within(self.spec, max(self.wanted, len(self.replicas)))
 
     def change(self, spec: Spec) -> None:
         """Set what the pool shall be from now on."""
         if spec.version != self.spec.version:
             self.failures, self.backoff_until, self.last_failure = 0, -math.inf, ""
         self.spec = spec
+        self.wanted = _within(spec, self.wanted)
 
     def step(self, now: float, seen: Mapping[str, Seen]) -> list[Command]:
         """Take in what is seen of the replicas, and return what to do."""
         commands: list[Command] = []
         for replica in list(self.replicas.values()):
             self._look(replica, seen.get(replica.name, Seen()), now, commands)
+        if self.spec.scale is not None:
+            serving = [
+                seen[n] for n, each in self.replicas.items() if each.state == "ready" and each.up
+            ]
+            self.wanted = self._scaling.wanted(now, self.spec.scale, serving, self.wanted)
         self._end_drained(now, commands)
         self._retire_unwanted(now, commands)
         self._start_missing(now, commands)
@@ -164,7 +238,7 @@ class Controller:
     @property
     def is_settled(self) -> bool:
         """Whether the pool is as it shall be."""
-        return len(self.replicas) == self.spec.replicas and all(
+        return len(self.replicas) == self.wanted and all(
             each.state == "ready" and each.up and each.version == self.spec.version
             for each in self.replicas.values()
         )
@@ -250,19 +324,19 @@ class Controller:
             self.failures, self.last_failure = 0, ""
         # a replica that is not ready takes no requests: ending it costs nothing
         starting = [each for each in new if each.state == "starting"]
-        kept = starting[: max(0, spec.replicas - (len(new) - len(starting)))]
+        kept = starting[: max(0, self.wanted - (len(new) - len(starting)))]
         for each in active:
             if each.state == "starting" and each not in kept:
                 self._end_unready(each, now, commands)
         ready = self._in("ready")
         serving = sum(each.up for each in ready)
-        excess = sum(each.version == spec.version for each in ready) - spec.replicas
+        excess = sum(each.version == spec.version for each in ready) - self.wanted
         # other versions first, then those that are not up, then the latest
         ready.sort(key=lambda each: (each.version == spec.version, each.up, -_number_of(each)))
         for each in ready:
             if each.version == spec.version and excess <= 0:
                 break
-            if serving - each.up < spec.replicas:
+            if serving - each.up < self.wanted:
                 # none ends before enough others serve
                 break
             serving -= each.up
@@ -278,8 +352,8 @@ class Controller:
         if now < self.backoff_until:
             return
         new = [each for each in self._in("starting", "ready") if each.version == spec.version]
-        room = spec.replicas + spec.surge - len(self.replicas)
-        missing = min(spec.replicas - len(new), room)
+        room = self.wanted + spec.surge - len(self.replicas)
+        missing = min(self.wanted - len(new), room)
         if self.failures:
             # one at a time, until one comes up
             missing = min(missing, 1 - sum(each.state == "starting" for each in new))
@@ -291,6 +365,12 @@ class Controller:
 
     def _in(self, *states: State) -> list[Replica]:
         return [each for each in self.replicas.values() if each.state in states]
+
+
+def _within(spec: Spec, wanted: int) -> int:
+    """Return the number of replicas for a changed goal."""
+    scale = spec.scale
+    return spec.replicas if scale is None else min(scale.max, max(scale.min, wanted))
 
 
 def _number_of(replica: Replica) -> int:

@@ -100,7 +100,8 @@ class Driver:
             else:
                 self._add(pool.name, pool.spec())
         for name in self.controllers.keys() - {pool.name for pool in pools}:
-            self.controllers[name].change(replace(self.controllers[name].spec, replicas=0))
+            none = replace(self.controllers[name].spec, replicas=0, scale=None)
+            self.controllers[name].change(none)
 
     def _add(self, pool: str, spec: Spec) -> None:
         self.controllers[pool] = Controller(pool, spec, number=1 + last_number(self._folder, pool))
@@ -177,7 +178,7 @@ class Driver:
             "gateways": self._gateways.troubles(),
             "pools": {
                 pool: {
-                    "replicas": each.spec.replicas,
+                    "replicas": each.wanted,
                     "version": each.spec.version,
                     "failures": each.failures,
                     "last_failure": each.last_failure,

@@ -34,6 +34,8 @@ class _Engine(msgspec.Struct):
     up: bool = False
     requests: int = 0
     trouble: str = ""
+    first_token: float | None = None
+    kv: float | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -110,6 +112,10 @@ class Gateways:
             up=all(each.up for each in engines),
             requests=requests if len(heard) == len(links) else None,
             trouble=seen.trouble or trouble,
+            first_token=max(
+                (e.first_token for e in engines if e.first_token is not None), default=None
+            ),
+            kv=max((e.kv for e in engines if e.kv is not None), default=None),
         )
 
     def troubles(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""What a driver needs of the machines where replicas run, and one of memory alone for tests."""
+"""The machines where replicas run, as a driver sees them, and a fake of memory alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FakeHost", "Host", "Look"]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a host says of one replica."""
+    """Report of a host on one replica."""
 
     version: str
     # "": it is not ready yet

@@ -60,7 +60,7 @@ class EngineHost:
             return
         if not any(word == "--host" or word.startswith("--host=") for word in args):
             args = [*args, "--host", ray.util.get_node_ip_address()]
-        # who has the cluster's token runs code on all nodes
+        # the cluster's token lets its holder run code on all nodes
         environ = {n: value for n, value in os.environ.items() if not n.startswith("RAY_")}
         self._record = start_replica(
             self._folder, self._name, args, version,
@@ -144,7 +144,7 @@ class RayHost:
                 actor = ray.get_actor(each["name"], namespace=self._namespace)
                 pool = by_name.get(each["name"].rpartition("-")[0])
                 self._placed[each["name"]] = _Placed(actor, "", pool)
-        # what runs already is to be known before anything is decided
+        # the first look waits longer: replicas that run already are to be known first
         self._is_first = True
 
     async def look(self) -> Mapping[str, Look]:

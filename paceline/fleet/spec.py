@@ -25,7 +25,7 @@ import msgspec
 
 from paceline import __version__
 from paceline.errors import ConfigError
-from paceline.fleet.controller import Spec
+from paceline.fleet.controller import Scale, Spec
 
 __all__ = ["FleetFile", "FleetSettings", "PoolSettings", "parse_fleet", "read_fleet", "unplaceable"]
 
@@ -36,7 +36,7 @@ _OWN_FLAGS: Final = ("--port", "--exit-unwatched")
 
 
 class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all pools share. Times in seconds."""
+    """Settings that all pools share. Times in seconds."""
 
     gateways: tuple[str, ...]
     # environment variable with the key for the gateways' /admin/; it is kept from the replicas
@@ -49,14 +49,24 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     exit_unwatched: float = 120.0
 
 
+class ScaleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bounds of a pool that grows and shrinks."""
+
+    min: int
+    max: int
+    # predicted seconds to a first token at which a replica counts as full
+    first_token: float = 1.0
+
+
 class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pool. Times in seconds."""
 
     name: str
-    replicas: int
+    # a number, or {min = 1, max = 8}
+    replicas: int | ScaleSettings
     # arguments of ``paceline serve``
     serve: tuple[str, ...]
-    # what each replica takes of its host: {CPU = 2, GPU = 1}
+    # resources that each replica takes of its host: {CPU = 2, GPU = 1}
     resources: dict[str, float] = {}
     # labels that its node of the Ray cluster must have
     labels: dict[str, str] = {}
@@ -81,10 +91,19 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def spec(self) -> Spec:
         """Return what its controller is to reach."""
+        number, scale = self.replicas, None
+        if isinstance(number, ScaleSettings):
+            scale = Scale(number.min, number.max, number.first_token)
+            number = number.min
         return Spec(
-            self.replicas, self.serve, self.version, self.surge, self.start_timeout,
-            self.drain_seconds, self.lease,
+            number, self.serve, self.version, self.surge, self.start_timeout, self.drain_seconds,
+            self.lease, scale,
         )  # fmt: skip
+
+    @property
+    def most(self) -> int:
+        """Replicas that it has at most, without those of an update."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.max
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,11 +166,20 @@ def _check(found: FleetFile) -> None:
             raise ConfigError(
                 f"a pool's name has 1 to 56 letters, digits and _.-, got {pool.name[:80]!r}"
             )
+        scale = pool.replicas
+        if isinstance(scale, ScaleSettings) and not (
+            1 <= scale.min <= scale.max and 0.0 < scale.first_token < float("inf")
+        ):
+            raise ConfigError(
+                f"pool {pool.name}: replicas needs 1 <= min <= max and first_token above 0, got "
+                f"{scale.min}, {scale.max} and {scale.first_token}"
+            )
         for name, low in (
-            ("replicas", 0), ("surge", 1), ("start_timeout", 1.0), ("drain_seconds", 0.0),
+            ("most", 0), ("surge", 1), ("start_timeout", 1.0), ("drain_seconds", 0.0),
             ("lease", 5.0),
         ):  # fmt: skip
             value = getattr(pool, name)
+            name = "replicas" if name == "most" else name
             if not low <= value < float("inf"):
                 raise ConfigError(f"pool {pool.name}: {name} must be {low} or more, got {value}")
         for flag in _OWN_FLAGS:
@@ -174,7 +202,7 @@ def unplaceable(
     free = {node: dict(has) for node, has in nodes.items()}
     told = []
     for pool in pools:
-        for number in range(1, pool.replicas + 1):
+        for number in range(1, pool.most + 1):
             needs = {name: amount for name, amount in pool.resources.items() if amount}
             node = next((n for n, has in free.items() if not lacks(needs, has)), None)
             if node is None:

@@ -22,7 +22,7 @@ from paceline.gateway.upstreams.state import state_of
 from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.errors import HttpError
 from paceline.http.keys import KeyRing
-from paceline.routing import RetryBudget
+from paceline.routing import Demand, RetryBudget
 
 __all__ = ["AdminAnswer", "AdminRoutes", "GatewayState", "as_json", "pool_in"]
 
@@ -30,6 +30,7 @@ __all__ = ["AdminAnswer", "AdminRoutes", "GatewayState", "as_json", "pool_in"]
 AdminAnswer = tuple[int, str, bytes]
 
 
+_SHORT: Final = Demand(100.0, 100.0, 100.0)
 _POOL: Final = re.compile(r"/admin/pools/([^/]{1,256})")
 
 
@@ -103,6 +104,9 @@ class AdminRoutes:
                     "draining": upstream.draining,
                     "requests": len(upstream.running),
                     "trouble": _trouble(upstream, now),
+                    # predicted for a further, short request
+                    "first_token": round(upstream.load.view(_SHORT, now).ttft, 3),
+                    "kv": upstream.load.pressure.kv if upstream.load.pressure else None,
                 }
                 for upstream in gateway.upstreams.all_of(name)
             },

@@ -53,8 +53,14 @@ class PredictedRouter:
                 load.heard(look(index))
         views = [load.view(demand, now) for load in self.loads]
         index = self.pick(number, views, demand)
+        return self.dispatch(number, index, views[index], demand, now)
+
+    def dispatch(
+        self, number: int, index: int, view: EngineView, demand: Demand, now: float
+    ) -> int:
+        """Count a request that is sent to engine ``index``, which is returned."""
         load = self.loads[index]
-        self._sent[number] = index, load.dispatch(demand, views[index], now)
+        self._sent[number] = index, load.dispatch(demand, view, now)
         self._waiting[index].add(number)
         load.prefixes.add(demand.prefix)
         return index

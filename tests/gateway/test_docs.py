@@ -16,6 +16,7 @@ from paceline.gateway.settings.config import (
     GatewayConfig,
     KeyConfig,
     ModelConfig,
+    PoolConfig,
     PriceConfig,
     parse_config,
 )
@@ -32,11 +33,11 @@ def test_every_setting_is_there_with_its_default() -> None:
             defaults = cells[1].split(", ")
             for number, name in enumerate(re.findall(r"`([a-z_]+)`", cells[0])):
                 rows[name] = defaults[min(number, len(defaults) - 1)]
-    kinds = (GatewayConfig, EngineConfig, ModelConfig, PriceConfig, KeyConfig)
+    kinds = (GatewayConfig, EngineConfig, PoolConfig, ModelConfig, PriceConfig, KeyConfig)
     for kind in (*kinds, CascadeConfig, UnderLoad):
         for field in msgspec.structs.fields(kind):
             # a bound has the name of the first one
-            if field.name in ("engines", "models", "prices", "keys", "max_loss"):
+            if field.name in ("engines", "pools", "models", "prices", "keys", "max_loss"):
                 continue
             assert field.name in rows, field.name
             default = field.default

@@ -266,8 +266,8 @@ async def test_where_a_prompt_went_tells_no_other_tenant() -> None:
             headers = {"authorization": f"Bearer secret-{name}"}
             await client.post(CHAT, json=chat(messages=messages), headers=headers)
             if name == "ann":
-                seen = set(gateway.upstreams.by_name["e1"].load.prefixes._seen)
-        after = set(gateway.upstreams.by_name["e1"].load.prefixes._seen)
+                seen = set(gateway.upstreams.by_name["e1"].load.prefixes.runs)
+        after = set(gateway.upstreams.by_name["e1"].load.prefixes.runs)
         assert seen and len(after) == 2 * len(seen)
 
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         return _status(args, folder)
     _check_places(file)
     if args.action == "up" and args.check:
-        print(f"{len(file.pools)} pools, {sum(p.replicas for p in file.pools)} replicas: valid")
+        print(f"{len(file.pools)} pools, {sum(p.most for p in file.pools)} replicas: valid")
         return 0
     from paceline.cli.terminal.logs import configure_logging
 

@@ -21,7 +21,7 @@ UNHEARD_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a new word changes; true if there is anything."""
+    """Changes that a new word brings; true if there are any."""
 
     # names whose draining begins or ends
     redrained: frozenset[str]

@@ -1,0 +1,167 @@
+"""Fleets: the choice among many engines, moves and updates under streams, the simulated day.
+
+Parts, each of which can be run alone (``PARTS=choice,moves,roll,faults,autoscale,sim``):
+
+* ``choice``: processor time of a choice among 16, 256 and 1,000 engines; see ``choice``;
+* ``moves``: ``MOVES`` (1,000) moves of 32 streams between two replicas of the null backend;
+* ``roll``: a rolling update of three replicas at about 70 % of their slots, with the first tokens
+  next to those before it;
+* ``faults``: the counts that ``make test-fleet`` wrote;
+* ``autoscale``: a day of ``HOURS`` (4) in the simulator, which the controller of ``paceline fleet``
+  drives; see ``simulated``;
+* ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests.
+
+QUICK=1 takes 64 moves and a small simulation. Prints its findings on standard error as it goes and,
+last, one JSON line, in which ``unmeasured`` names what was not measured, and why.
+
+    python -m benchmarks.fleet
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from benchmarks.common.processes import Unavailable
+from benchmarks.common.unmeasured import Unmeasured
+from benchmarks.fleet.choice import choice_ms
+from benchmarks.fleet.faults import FOUND
+from benchmarks.fleet.live import KEY, Fleet, Streams, running_fleet
+from benchmarks.fleet.simulated import autoscale, thousand
+from paceline.bench.machine import machine
+
+__all__ = ["main"]
+
+PARTS: Final = ("choice", "moves", "roll", "faults", "autoscale", "sim")
+_NOT_HERE: Final = {
+    "restart": "a store of blocks on disk is not part of the fleet yet",
+    "peer": "blocks do not travel between replicas yet",
+    "pd": "replicas have no roles yet",
+    "idle_mb": "the memory of Ray's head and nodes is not measured yet",
+    "ray_serve": "Ray Serve as a peer is not measured yet",
+    "sim faults": "replicas of the simulator do not fail",
+}
+_STREAMS: Final = 32
+_HEADERS: Final = {"Authorization": f"Bearer {KEY}"}
+# a slot for each stream and a rest: about 70 % of three replicas with 16 slots
+_SLOTS: Final = ("--max-num-seqs", "16")
+
+
+def _null(step: float, *more: str) -> tuple[str, ...]:
+    return ("--backend", "null", "--null-step-time", str(step), *more)
+
+
+def moves(count: int) -> dict[str, Any]:
+    """Return what ``count`` moves of streams do to them. The part owns the pool itself, so the
+    controller of the fleet ends first."""
+
+    async def run(fleet: Fleet) -> dict[str, Any]:
+        await fleet.settled()
+        fleet.kill_controller()
+        names = {m["name"]: m["url"] for m in fleet.status()["members"]}
+        engines = [{"name": name, "url": url} for name, url in names.items()]
+        streams = Streams(fleet, _STREAMS, tokens=400)
+        epoch, version, made = time.time_ns() // 1_000_000, 0, 0
+        async with httpx.AsyncClient(headers=_HEADERS, timeout=30) as client, streams.running():
+            while made < count:
+                for name in names:
+                    version += 1
+                    word = {"epoch": epoch, "version": version, "engines": engines, "move": [name]}
+                    await client.put(f"{fleet.url}/admin/pools/chat", json=word)
+                    await streams.parts(4 * _STREAMS)
+                told = (await client.get(f"{fleet.url}/metrics")).text.splitlines()
+                rows = [row for row in told if row.startswith("paceline:gateway_moved_total{")]
+                made = round(sum(float(row.split()[-1]) for row in rows))
+        counts = streams.counts()
+        return {
+            "count": made,
+            "gap_p99_ms": round(1e3 * counts["gap_p99_s"], 1),
+            **{key: counts[key] for key in ("streams", "failed", "lost", "doubled")},
+        }
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_fleet(Path(folder), replicas=2, serve=_null(0.02)) as fleet,
+    ):
+        return asyncio.run(run(fleet))
+
+
+def roll() -> dict[str, Any]:
+    """Return what a rolling update of three replicas does to streams."""
+
+    async def run(fleet: Fleet) -> dict[str, Any]:
+        await fleet.settled()
+        before = Streams(fleet, _STREAMS, tokens=60)
+        async with before.running():
+            await before.parts(4000)
+        during = Streams(fleet, _STREAMS, tokens=60)
+        async with during.running():
+            old = [member["name"] for member in fleet.status()["members"]]
+            fleet.change("--max-num-batched-tokens", "1024")
+            seconds = await fleet.settled(old)
+        firsts = [each.counts()["first_p99_s"] for each in (before, during)]
+        counts = during.counts()
+        return {
+            **{key: counts[key] for key in ("streams", "failed", "lost", "doubled")},
+            "seconds": round(seconds, 1),
+            "ttft_p99_ratio": round(firsts[1] / firsts[0], 2),
+        }
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_fleet(Path(folder), serve=_null(0.05, *_SLOTS)) as fleet,
+    ):
+        return asyncio.run(run(fleet))
+
+
+def _faults() -> Any:
+    if not FOUND.exists():
+        raise Unavailable(f"{FOUND} is not there: make test-fleet FAULTS=5 writes it")
+    return json.loads(FOUND.read_text())
+
+
+def main() -> int:
+    """Measure the chosen parts and print the result; return 1 after an unexpected error."""
+    quick = bool(os.environ.get("QUICK"))
+    parts = tuple(filter(None, os.environ.get("PARTS", "").split(","))) or PARTS
+    if unknown := [part for part in parts if part not in PARTS]:
+        print(f"PARTS may have {', '.join(PARTS)}, got {unknown[0]!r}", file=sys.stderr)
+        return 2
+    num_moves = int(os.environ.get("MOVES", "64" if quick else "1000"))
+    hours = float(os.environ.get("HOURS", "0.5" if quick else "4"))
+    size = (50, 500) if quick else (1000, 20_000)
+    measures: dict[str, Any] = {
+        "choice": lambda: {str(n): round(choice_ms(n), 3) for n in (16, 256, 1000)},
+        "moves": lambda: moves(num_moves),
+        "roll": roll,
+        "faults": _faults,
+        "autoscale": lambda: autoscale(hours),
+        "sim": lambda: thousand(*size),
+    }
+    unmeasured = Unmeasured()
+    results: dict[str, Any] = {}
+    for part in parts:
+        with unmeasured.part(part):
+            found = measures[part]()
+            print(f"  {part}: {found}", file=sys.stderr, flush=True)
+            results["choice_ms" if part == "choice" else part] = found
+    if "sim" in results:
+        results["sim_1000_s"] = results["sim"]["seconds"] if not quick else None
+    left_out = {part: "not among PARTS" for part in PARTS if part not in parts}
+    told = {**_NOT_HERE, **left_out, **unmeasured.reasons}
+    print(json.dumps({
+        "bench": "fleet", "machine": machine(), "results": results, "unmeasured": told,
+    }))  # fmt: skip
+    return unmeasured.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
