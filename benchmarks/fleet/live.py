@@ -109,6 +109,7 @@ class Fleet:
     def kill_controller(self) -> None:
         assert self.controller is not None
         _end(self.controller)
+        self.controller = None
 
     def run(self, action: str, *flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.fleet.controller import Command, Controller, Seen, Spec
+from paceline.fleet.controller import Command, Controller, Scale, Seen, Spec
 
 SPEC = Spec(
     3, ("--backend", "null"), "v1", surge=1, start_timeout=20.0, drain_seconds=5.0, lease=10.0
@@ -190,6 +190,25 @@ def test_a_restarted_controller_adopts() -> None:
     for _ in range(8):
         assert not world.step()
     assert world.controller.is_settled
+
+
+def test_a_pool_that_was_large_stays_so_over_a_restart() -> None:
+    scale = Scale(1, 8, first_token=1.0)
+    controller = Controller("chat", replace(SPEC, replicas=1, scale=scale), number=6)
+    for number in range(1, 6):
+        controller.adopt(f"chat-{number}", "v1", "http://x", 0.0)
+    idle = {f"chat-{n}": Seen("http://x", True, None, True, 0, first_token=0.1, kv=0.0)
+            for n in range(1, 6)}  # fmt: skip
+    for second in range(300):
+        assert not controller.step(float(second), idle) and controller.wanted == 5
+    controller.step(301.0, idle)
+    assert controller.wanted == 4
+    full = {name: replace(each, kv=0.95) for name, each in idle.items()}
+    kinds = [command.kind for command in controller.step(302.0, full)]
+    assert controller.wanted == 6 and kinds == ["stop", "start", "start"]
+    # the file says less now
+    controller.change(replace(controller.spec, scale=Scale(1, 3)))
+    assert controller.wanted == 3
 
 
 class Machine(RuleBasedStateMachine):

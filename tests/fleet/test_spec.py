@@ -8,6 +8,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.errors import ConfigError
+from paceline.fleet.controller import Scale
 from paceline.fleet.spec import parse_fleet, read_fleet, unplaceable
 
 FLEET = '[fleet]\ngateways = ["http://127.0.0.1:8080"]\nadmin_key_env = "FLEET_KEY"\n'
@@ -25,6 +26,8 @@ def test_a_version_changes_with_what_runs_alone() -> None:
     other = parse_fleet((FLEET + POOL.replace("135m", "360m")).encode()).pools[0]
     assert one.version == more.version != other.version
     assert more.spec().replicas == 5 and more.spec().surge == 2
+    grows = parse_fleet((FLEET + POOL.replace("= 3", "= {min = 1, max = 4}")).encode()).pools[0]
+    assert grows.most == 4 and grows.spec().scale == Scale(1, 4) and grows.version == one.version
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,7 @@ def test_a_version_changes_with_what_runs_alone() -> None:
         (FLEET.replace("http:", "ftp:") + POOL, "is not http://HOST"),
         (FLEET.replace("FLEET_KEY", "NO_KEY") + POOL, "'NO_KEY' is not set"),
         (FLEET + POOL + POOL, "two pools are named 'chat'"),
+        (FLEET + POOL.replace("= 3", "= {min = 4, max = 3}"), "1 <= min <= max"),
         (FLEET + POOL + "surge = 0", "surge must be 1 or more, got 0"),
         (FLEET + POOL + "lease = 1", "lease must be 5.0 or more, got 1"),
         (FLEET + POOL.replace('"chat"', '"a b"'), "a pool's name"),

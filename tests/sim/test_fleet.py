@@ -1,0 +1,64 @@
+"""The controller of a fleet in the simulator: an update, and a pool that follows its load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.fleet.controller import Scale, Spec
+from paceline.sim.arrival import Arrival, Served
+from paceline.sim.config import ReplicaConfig
+from paceline.sim.fleet import FleetRouter
+from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
+from paceline.sim.step_times.base import FixedStepTimes
+
+
+def run(router: FleetRouter, places: int, arrivals: Iterator[Arrival]) -> list[Served]:
+    config = ReplicaConfig(
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512, max_model_len=2048),
+        cache=CacheConfig(block_size=16, num_blocks=200, enable_prefix_caching=False),
+    )
+    served: list[Served] = []
+    specs = [ReplicaSpec(config, FixedStepTimes(0.1)) for _ in range(places)]
+    Simulator(Pool(specs, router), served.append).run(arrivals)
+    return served
+
+
+def steady(rate: float, since: float, until: float) -> Iterator[Arrival]:
+    for number in range(round((until - since) * rate)):
+        yield Arrival(since + number / rate, 50, 20)
+
+
+def test_an_update_replaces_every_replica_and_refuses_nothing() -> None:
+    spec = Spec(3, version="v1", drain_seconds=100.0)
+    router = FleetRouter(spec, start_seconds=5.0, changes={20.0: replace(spec, version="v2")})
+    served = run(router, 4, steady(2.0, 0.0, 100.0))
+    assert len(served) == 200 and not any(each.refused for each in served)
+    versions = {each.version for each in router.controller.replicas.values()}
+    assert versions == {"v2"} and router.controller.is_settled
+    # three old ones, three new ones, in four places
+    assert {each.replica for each in served} == {0, 1, 2, 3}
+
+
+def test_a_pool_grows_at_once_and_shrinks_slowly() -> None:
+    spec = Spec(1, version="v", drain_seconds=100.0, scale=Scale(1, 4, first_token=1.0))
+    router = FleetRouter(spec, start_seconds=10.0)
+
+    def day() -> Iterator[Arrival]:
+        yield from steady(0.5, 0.0, 50.0)
+        yield from steady(4.0, 50.0, 150.0)
+        yield from steady(0.2, 150.0, 700.0)
+
+    served = run(router, 5, day())
+    assert not any(each.refused for each in served)
+    sizes = router.sizes
+    grown = [at for at, size in sizes if size >= 3]
+    assert grown and 50.0 <= grown[0] <= 80.0, sizes
+    shrinks = [at for (_, before), (at, size) in pairwise(sizes) if size < before]
+    # nothing is given up within five minutes of the moment that needed it
+    assert (
+        shrinks and min(shrinks) >= grown[0] + 300.0 and sizes[-1][1] < max(s for _, s in sizes)
+    ), sizes
+    assert router.replica_seconds < 0.75 * 4 * 700.0
