@@ -349,19 +349,27 @@ class Controller:
 
     def _start_missing(self, now: float, commands: list[Command]) -> None:
         spec = self.spec
+        for each in self._in("draining"):
+            # it is needed again, and quicker than a new one
+            if each.version == spec.version and self._num_new < self.wanted:
+                self._becomes(each, "ready", now)
         if now < self.backoff_until:
             return
-        new = [each for each in self._in("starting", "ready") if each.version == spec.version]
         room = self.wanted + spec.surge - len(self.replicas)
-        missing = min(self.wanted - len(new), room)
+        missing = min(self.wanted - self._num_new, room)
         if self.failures:
             # one at a time, until one comes up
-            missing = min(missing, 1 - sum(each.state == "starting" for each in new))
+            missing = min(missing, 1 - len(self._in("starting")))
         for _ in range(missing):
             name = f"{self.name}-{self._number}"
             self._number += 1
             self.replicas[name] = Replica(name, spec.version, "starting", now, now)
             commands.append(Command("start", name, spec.args, spec.version))
+
+    @property
+    def _num_new(self) -> int:
+        active = self._in("starting", "ready")
+        return sum(each.version == self.spec.version for each in active)
 
     def _in(self, *states: State) -> list[Replica]:
         return [each for each in self.replicas.values() if each.state in states]

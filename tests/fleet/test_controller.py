@@ -175,6 +175,17 @@ def test_a_drain_ends_when_idle_and_moves_what_is_left() -> None:
     assert set(world.controller.members(world.now).engines) == {"chat-1", "chat-2"}
 
 
+def test_a_drained_replica_that_is_needed_again_is_not_replaced() -> None:
+    world = ready_world()
+    world.processes["chat-3"].requests = 2
+    world.controller.change(replace(SPEC, replicas=2))
+    world.step()
+    assert world.controller.members(world.now).draining == ("chat-3",)
+    world.controller.change(SPEC)
+    assert not world.step() and not world.controller.members(world.now).draining
+    assert world.controller.is_settled
+
+
 def test_down_is_a_pool_of_none() -> None:
     world = ready_world()
     world.controller.change(replace(SPEC, replicas=0))

@@ -63,6 +63,10 @@ async def all_up(client: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.01)
 
 
+async def all_polled(gateway: Gateway) -> None:
+    await until(lambda: all(e.models and not e.trouble for e in gateway.upstreams.by_name.values()))
+
+
 async def test_a_gateway_starts_empty_and_serves_what_it_is_told() -> None:
     async with pool_over(GOOD) as ([engine], gateway, client):
         empty = await client.post(CHAT, json=chat())
@@ -184,6 +188,22 @@ async def test_a_stream_that_cannot_move_stays() -> None:
         gone = await told(client, said(version=3, draining=[name], move=[name]))
         assert gone["engines"][name]["requests"] == 1
         assert text_of(streamed(await answering)) == "".join(WORDS)
+        assert (await client.post(CHAT, json=chat())).status_code == 503
+
+
+async def test_a_stream_goes_on_at_a_drained_engine_rather_than_not_at_all() -> None:
+    async with pool_over(_from(0), _from(8, whole=True)) as (engines, gateway, client):
+        first, second = (f"c{engine.port}" for engine in engines)
+        await told(client, said(*engines, draining=[second]))
+        await all_polled(gateway)
+        answering = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
+        await until(lambda: _emitted(gateway) == 8)
+        (running,) = gateway.upstreams.by_name[first].running
+        running.give_up("it died")  # type: ignore[attr-defined]
+        chunks = streamed(await answering)
+        assert text_of(chunks) == "".join(WORDS)
+        # a new request waits for no drained engine
+        await told(client, said(*engines, version=2, draining=[first, second]))
         assert (await client.post(CHAT, json=chat())).status_code == 503
 
 

@@ -166,6 +166,7 @@ class Placement:
             only=only,
             # once an engine has refused the request, its refusal is the answer
             late=not self.num,
+            drained=self._goes_on,
         )
 
     def pick_second(self, first: Endpoint, now: float) -> Pick:
@@ -198,11 +199,17 @@ class Placement:
         return self.route.fallback and self.context.allowed.fallback
 
     def _can_pick(
-        self, now: float, tried: Tried, only: Callable[[Endpoint], bool], *, fallback: bool
+        self,
+        now: float,
+        tried: Tried,
+        only: Callable[[Endpoint], bool],
+        *,
+        fallback: bool,
+        drained: bool = False,
     ) -> bool:
         context = self.context
         return context.picker.can_pick(
-            self.route, context.demand, now, tried, only, fallback=fallback
+            self.route, context.demand, now, tried, only, fallback=fallback, drained=drained
         )
 
     def _pays(self, now: float, *, peek: bool) -> bool:
@@ -249,7 +256,11 @@ class Placement:
             or self._num_counted >= config.max_attempts
             or (relay.resume_ids() is None and relay.partial_text() is None)
             or not self._can_pick(
-                now, self._tried, lambda each: self.can_resume(each, last), fallback=True
+                now,
+                self._tried,
+                lambda each: self.can_resume(each, last),
+                fallback=True,
+                drained=True,
             )
             or not (free or self.context.retry_budget.take(now, overdraw=True))
         ):

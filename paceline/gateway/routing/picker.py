@@ -74,6 +74,7 @@ class Picker:
         fallback: bool = True,
         only: _Only | None = None,
         late: bool = False,
+        drained: bool = False,
     ) -> Pick:
         """Pick an engine, one that was not tried if possible.
 
@@ -82,6 +83,8 @@ class Picker:
             only: further condition on an endpoint.
             late: whether to try an engine without a sign of life if there is no other: it may only
                 be late.
+            drained: whether to use a drained engine if there is no other: a stream that has begun
+                goes on there rather than not at all.
 
         Raises:
             AllCoolingDownError: the engines that could take it have asked for a cooldown.
@@ -116,7 +119,7 @@ class Picker:
             for tier in tiers
             for endpoint in tier
             if (only is None or only(endpoint))
-            and not endpoint.upstream.draining
+            and (drained or not endpoint.upstream.draining)
             and not (endpoint.upstream.is_unreachable if late else endpoint.upstream.trouble)
             and not _was_tried(endpoint, tried)
             and not _too_long(endpoint, demand)
@@ -143,10 +146,13 @@ class Picker:
         only: _Only,
         *,
         fallback: bool = True,
+        drained: bool = False,
     ) -> bool:
         """Whether ``pick`` would find an engine that was not tried."""
         try:
-            self.pick(route, demand, now, tried=tried, fallback=fallback, only=only)
+            self.pick(
+                route, demand, now, tried=tried, fallback=fallback, only=only, drained=drained
+            )
         except HttpError:
             return False
         return True
