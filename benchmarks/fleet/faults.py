@@ -28,6 +28,8 @@ from benchmarks.fleet.live import Fleet, Streams, running_fleet
 __all__ = ["FOUND", "RAY_FAULTS", "actors", "faults"]
 
 FOUND: Final = Path("build/fleet-faults.json")
+# parts of the command lines of Ray's processes
+_OF_RAY: Final = (b"/ray/core/src/", b"/ray/_private/", b"/ray/dashboard/")
 _STEP: Final = 0.05
 _TOKENS: Final = 80
 # parts of all streams before a fault, and behind what it led to
@@ -106,6 +108,18 @@ RAY_FAULTS: Final[dict[str, Fault]] = {
 }
 
 
+def ray_mb() -> float:
+    """Return the memory of all of Ray's processes on this host, shared pages divided, in MB."""
+    total = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError, StopIteration):
+            command = path.read_bytes()
+            if command.startswith(b"ray::") or any(part in command for part in _OF_RAY):
+                lines = (path.parent / "smaps_rollup").read_text().splitlines()
+                total += int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+    return round(total / 1024.0, 1)
+
+
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[str]:
     """A head and two nodes on this host; yields its address."""
@@ -166,7 +180,7 @@ def main() -> int:
     times, streams = int(os.environ.get("FAULTS", "1")), int(os.environ.get("STREAMS", "32"))
     only = os.environ.get("ONLY", "")
     rows = faults(times, streams, {n: f for n, f in FAULTS.items() if only in n})
-    missing = {}
+    missing, idle_mb = {}, None
     if importlib.util.find_spec("ray") is None:
         missing["ray"] = 'Ray is not in this environment: pip install "paceline[ray]"'
         print(f"  faults of Ray: {missing['ray']}", file=sys.stderr)
@@ -174,11 +188,12 @@ def main() -> int:
         with ray_cluster() as address:
             chosen = {n: f for n, f in RAY_FAULTS.items() if only in n}
             rows |= faults(times, streams, chosen, f'ray = "{address}"')
+            idle_mb = ray_mb()
     told: dict[str, Any] = {"runs": sum(row["runs"] for row in rows.values())}
     told |= {key: sum(row[key] for row in rows.values()) for key in _SUMS}
     told["gap_p99_s"] = max((row["gap_p99_s"] for row in rows.values()), default=None)
     FOUND.parent.mkdir(exist_ok=True)
-    FOUND.write_text(json.dumps({**told, "rows": rows, "unmeasured": missing}))
+    FOUND.write_text(json.dumps({**told, "rows": rows, "idle_mb": idle_mb, "unmeasured": missing}))
     print(json.dumps(told))
     return int(bool(told["failed"] or told["lost"] or told["doubled"]))
 

@@ -266,6 +266,9 @@ class Controller:
             trouble=seen.trouble,
             heard_at=now if heard else replica.heard_at,
         )
+        if starts and replica.url and seen.up is None:
+            # no gateway answers, which is not the replica's fault
+            replica = replace(replica, since=now)
         self.replicas[replica.name] = replica
         if seen.alive is False:
             self._gone(replica, now, seen.trouble or "its process ended")

@@ -129,6 +129,16 @@ def test_a_replica_that_never_answers_is_ended_in_time() -> None:
     assert world.killed == ["chat-1"] and "within 20 s" in world.controller.last_failure
 
 
+def test_a_replica_is_not_blamed_for_its_gateways() -> None:
+    world = World(replace(SPEC, replicas=1))
+    world.gateway = False
+    world.run(100.0)
+    assert not world.killed and not world.controller.failures
+    world.gateway = True
+    world.run(1.0)
+    assert world.controller.is_settled
+
+
 def test_a_partition_does_not_double_the_fleet() -> None:
     world = ready_world()
     for each in world.processes.values():
