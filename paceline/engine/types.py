@@ -227,6 +227,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingInfo | None = None
     # bytes for adapters; 0: the engine has none. Those that may run at once; None: any number
     adapter_bytes: int = 0
+    max_adapters: int | None = None
     # what KV blocks depend on, in hexadecimal, and the port at which peers ask for them; empty and
     # 0: they are not kept, or not given away
     kv_fingerprint: str = ""
@@ -249,7 +250,6 @@ class BlockStats(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int = 0
     # by kind, see ``blocks.store.Counts``
     errors: tuple[tuple[str, int], ...] = ()
-    max_adapters: int | None = None
 
 
 class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
