@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, memory_size
 from paceline.cli.flags.options import (
@@ -63,9 +63,12 @@ class GivenModel:
 
 def add_models_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments MODEL and the flags for several of them."""
+    parser.set_defaults(models=(), model_flags=())
     parser.add_argument(
-        "models",
+        "model",
         nargs="*",
+        action=_Positional,
+        default=DEFAULT_MODEL,
         metavar="MODEL",
         help="an alias (see 'paceline pull --list'), a Hugging Face folder, a .gguf file or a hub "
         f"id such as org/name; several are served together; default {DEFAULT_MODEL}",
@@ -73,9 +76,8 @@ def add_models_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several models")
     group.add_argument(
         "--model",
-        dest="model_flags",
-        action="append",
-        default=[],
+        dest="model_flag",
+        action=_Flag,
         metavar="MODEL",
         help="the same as the argument MODEL; or NAME=MODEL with ,keep-alive=5m ,pin ,weight=2 "
         ",alias=OTHER and any flag of the engine's for this model alone, such as ,dtype=q4 "
@@ -115,6 +117,35 @@ def add_models_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Positional(argparse.Action):
+    """Keeps the first MODEL as ``model``, and all of them as ``models``."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if not isinstance(values, str):
+            namespace.models = tuple(values)
+            namespace.model = values[0]
+
+
+class _Flag(argparse.Action):
+    """Keeps the last ``--model`` as ``model_flag``, and all of them as ``model_flags``."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.model_flag = values
+        namespace.model_flags = (*namespace.model_flags, values)
+
+
 def _duration(text: str) -> float:
     if text.startswith("-"):
         return math.inf
@@ -125,19 +156,10 @@ def _duration(text: str) -> float:
 
 
 def given_models(args: argparse.Namespace) -> tuple[GivenModel, ...]:
-    """Return the models, the first for requests that name none. Where there is one, and nothing of
-    several, set ``args.model`` and return (). Raises ConfigError."""
-    given = [_parse(text) for text in (*args.models, *args.model_flags)]
-    if args.models_dir is not None:
-        given += _found_in(args.models_dir)
-        if not given:
-            raise ConfigError(
-                f"--models-dir {args.models_dir} has no .gguf file and no model folder"
-            )
-    args.model, args.model_flag = DEFAULT_MODEL, None
-    if args.models_dir is None and len(given) <= 1 and not any(each.name for each in given):
-        if given:
-            args.model = given[0].model
+    """Return the models, the first for requests that name none; () where there is one, and nothing
+    of several. Raises ConfigError."""
+    flagged = [_parse(text) for text in args.model_flags]
+    if len(args.models) <= 1 and args.models_dir is None and not any(m.name for m in flagged):
         for flag in ("memory", "models_max", "keep_alive", "model_switch_wait"):
             if getattr(args, flag) is not None:
                 raise ConfigError(
@@ -145,6 +167,13 @@ def given_models(args: argparse.Namespace) -> tuple[GivenModel, ...]:
                     "--model NAME=MODEL"
                 )
         return ()
+    given = [*map(_parse, args.models), *flagged]
+    if args.models_dir is not None:
+        given += _found_in(args.models_dir)
+        if not given:
+            raise ConfigError(
+                f"--models-dir {args.models_dir} has no .gguf file and no model folder"
+            )
     if args.served_model_name:
         raise ConfigError(
             "--served-model-name is for one model: --model NAME=MODEL,alias=OTHER names several"

@@ -27,6 +27,7 @@ from paceline.cli.flags.explicit_flags import given_flags
 from paceline.cli.flags.limit_options import add_limit_options, limit_settings
 from paceline.cli.flags.model_options import add_models_options, given_models
 from paceline.cli.flags.options import (
+    DEFAULT_MODEL,
     add_admission_options,
     add_engine_options,
     engine_settings,
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace, *, parser: Parser) -> int:
     _refuse_repeated("--slo-class", [each.slo_class for each in args.slo_class])
     _refuse_repeated("--served-model-name", args.served_model_name)
     models = given_models(args)
-    if not args.models and not args.model_flags:
+    if args.model == DEFAULT_MODEL and args.model_flag is None:
         for flag, values in (
             ("--api-key", args.api_key), ("--served-model-name", args.served_model_name),
         ):  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.model_options import GivenModel, given_models, model_arguments
+from paceline.cli.flags.options import chosen_model
 from paceline.cli.main import build_parser
 from paceline.cli.serve.several import prepare
 from paceline.errors import ConfigError
@@ -35,14 +36,18 @@ def test_one_model_is_what_it_was() -> None:
     args = _parsed("a/b")
     assert given_models(args) == () and args.model == "a/b"
     args = _parsed("--model", "a/b")
-    assert given_models(args) == () and args.model == "a/b"
+    assert given_models(args) == () and chosen_model(args) == "a/b"
+    args = _parsed("A", "--model", "B")
+    assert given_models(args) == ()
+    with pytest.raises(ConfigError, match="two models are given"):
+        chosen_model(args)
 
 
 def test_a_path_with_an_equals_sign_is_a_path(tmp_path: Path) -> None:
     path = tmp_path / "a=b.gguf"
     path.touch()
     args = _parsed("--model", str(path))
-    assert given_models(args) == () and args.model == str(path)
+    assert given_models(args) == () and chosen_model(args) == str(path)
 
 
 def test_several_are_given_as_arguments_by_name_and_by_folder(tmp_path: Path) -> None:
