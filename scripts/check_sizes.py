@@ -17,32 +17,32 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (8_235, ("core/**/*",), 7_800),
+    "core": (8_253, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
-        3_088,
+        3_096,
         ("core/scheduler", "core/request", "core/step/*", "core/queues/*", "core/memory/block_pool",
          "core/memory/interface", "core/memory/kv_cache", "core/policies/fcfs",
          "-core/step/amend", "-core/step/speculation", "-core/queues/fair_queue"),
         2_900,
     ),
     "speculation": (1_126, ("speculation/**/*",), 1_000),
-    "checkpoints": (8_183, ("checkpoints/**/*",), 6_900),
-    "backends": (10_529, ("backends/**/*",), 9_600),
+    "checkpoints": (8_184, ("checkpoints/**/*",), 6_900),
+    "backends": (10_558, ("backends/**/*",), 9_600),
     "timeline": (1_851, ("timeline/**/*",), 1_700),
-    "engine": (11_355, ("engine/**/*",), 7_000),
-    "http": (3_576, ("http/**/*",), 3_000),
-    "routing": (2_095, ("routing/**/*",), 1_200),
-    "server, web": (22_138, ("server/**/*", "web/**/*"), 18_900),
-    "gateway": (13_656, ("gateway/**/*",), 8_300),
-    "vllm": (2_222, ("vllm/**/*",), 1_700),
-    "quantize": (2_304, ("quantize/**/*",), 1_100),
+    "engine": (11_823, ("engine/**/*",), 7_000),
+    "http": (3_581, ("http/**/*",), 3_000),
+    "routing": (2_101, ("routing/**/*",), 1_200),
+    "server, web": (22_216, ("server/**/*", "web/**/*"), 18_900),
+    "gateway": (13_855, ("gateway/**/*",), 8_300),
+    "vllm": (2_224, ("vllm/**/*",), 1_700),
+    "quantize": (2_331, ("quantize/**/*",), 1_100),
     "client": (1_837, ("client/**/*",), 1_800),
-    "bench": (2_052, ("bench/**/*",), 1_200),
-    "sim": (6_848, ("sim/**/*",), 6_700),
-    "cli": (10_727, ("cli/**/*",), 7_400),
-    "benchmarks": (19_838, ("../benchmarks/**/*",), 13_500),
-    "tests": (102_689, ("../tests/**/*",), 83_000),
+    "bench": (2_114, ("bench/**/*",), 1_200),
+    "sim": (7_263, ("sim/**/*",), 6_700),
+    "cli": (10_842, ("cli/**/*",), 7_400),
+    "benchmarks": (20_899, ("../benchmarks/**/*",), 13_500),
+    "tests": (103_868, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 

@@ -58,6 +58,8 @@ class SeveralModels:
     # the settings of each, by name, and the model of requests that name none
     configs: Mapping[str, Callable[[], ServerConfig]]
     first: str
+    # requests load the models that they name
+    autoload: bool = True
     # returns the use of turns (``engine.models.turn``) by name; None: engines take none
     turns: Callable[[], Mapping[str, TurnUse]] | None = None
 
@@ -122,7 +124,9 @@ def _several(models: SeveralModels, service: Service) -> tuple[APIRouter, ...]:
     from paceline.server.models.metrics import ModelCollector
     from paceline.server.models.routes import model_routers
 
-    found = Models(models.pool, service, models.configs, models.first, _ROUTERS)
+    found = Models(
+        models.pool, service, models.configs, models.first, _ROUTERS, autoload=models.autoload
+    )
     service.models = found
     service.metrics.registry.register(ModelCollector(models.pool.states, models.turns))
     return model_routers(found)

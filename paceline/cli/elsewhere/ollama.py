@@ -14,7 +14,9 @@ from paceline.errors import ConfigError
 __all__ = ["RUN", "VARIABLES", "of_environment"]
 
 _PORT: Final = "11434"
-_ONE_MODEL: Final = "no effect: a server has one model, which stays loaded"
+_ONE_MODEL: Final = (
+    "no effect: where there are several models, --keep-alive and --models-max say it"
+)
 _HOST: Final = re.compile(
     r"(?:(?P<scheme>https?)://)?(?P<host>\[[^\]]*\]|[^:/]*)(?::(?P<port>\d+))?/?"
 )

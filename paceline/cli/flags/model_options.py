@@ -109,6 +109,13 @@ def add_models_options(parser: argparse.ArgumentParser) -> None:
         "default: 5m where not all models fit into the memory, else never",
     )
     group.add_argument(
+        "--models-autoload",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="load a model when a request names it; without, POST /models/load does it, or a "
+        "request with ?autoload=true (default on)",
+    )
+    group.add_argument(
         "--model-switch-wait",
         type=bounded_float(0.0),
         metavar="SECONDS",
@@ -160,10 +167,11 @@ def given_models(args: argparse.Namespace) -> tuple[GivenModel, ...]:
     of several. Raises ConfigError."""
     flagged = [_parse(text) for text in args.model_flags]
     if len(args.models) <= 1 and args.models_dir is None and not any(m.name for m in flagged):
-        for flag in ("memory", "models_max", "keep_alive", "model_switch_wait"):
-            if getattr(args, flag) is not None:
+        for flag in ("memory", "models_max", "keep_alive", "model_switch_wait", "models_autoload"):
+            if getattr(args, flag) not in (None, True):
+                name = f"no-{flag}" if flag == "models_autoload" else flag
                 raise ConfigError(
-                    f"--{flag.replace('_', '-')} is for several models: give --models-dir, or "
+                    f"--{name.replace('_', '-')} is for several models: give --models-dir, or "
                     "--model NAME=MODEL"
                 )
         return ()

@@ -253,7 +253,11 @@ def _run_several(
             on_ready=ready,
             page=ui_router,
             models=SeveralModels(
-                pool=pool, configs=configs, first=first, turns=partial(turn_uses, pool, turns)
+                pool=pool,
+                configs=configs,
+                first=first,
+                autoload=args.models_autoload,
+                turns=partial(turn_uses, pool, turns),
             ),
         )
 

@@ -1,6 +1,7 @@
 """The engine process's entry: ``python -m paceline.cli.serve.engine_process``, started by a client.
 
-Its settings arrive as JSON on standard input; ``engine.process`` does the rest.
+Its settings arrive as JSON on standard input; ``engine.process`` does the rest. With the argument
+``spare`` it does its imports before they arrive.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
 
 def main() -> int:
     configure_logging("info")
+    if sys.argv[1:] == ["spare"]:
+        # what an engine with a model imports, while no settings have come
+        import paceline.backends.loading.load  # noqa: F401
     return engine_main(build)
 
 

@@ -25,7 +25,7 @@ from paceline.engine.models.model import ModelSpec
 from paceline.engine.models.pool import ModelPool
 from paceline.engine.models.states import ModelStates
 from paceline.engine.models.turn import TurnUse, read_uses
-from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.process.client import ProcessEngineClient, SpareProcess
 from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.types import EngineInfo
@@ -158,14 +158,16 @@ async def start_pool(
     """Return a pool with its first model in memory, and that model's name. Raises ConfigError where
     none can be loaded."""
     states = ModelStates(
-        several.specs, several.memory, max_models=args.models_max, keep_alive=args.keep_alive,
-        switch_wait=args.model_switch_wait,
+        # a process waits for the next load
+        several.specs, several.memory - _PROCESS_BYTES, max_models=args.models_max,
+        keep_alive=args.keep_alive, switch_wait=args.model_switch_wait,
     )  # fmt: skip
+    spare = SpareProcess((*ENGINE_PROCESS, "spare"))
     starts = {
-        name: _start(settings, args.stall_timeout, args.max_engine_restarts, successor)
+        name: _start(settings, spare, args.stall_timeout, args.max_engine_restarts, successor)
         for name, settings in several.settings.items()
     }
-    pool = ModelPool(states, starts, measure=_measured)
+    pool = ModelPool(states, starts, measure=_measured, spare=spare)
     why = ""
     for name in several.named[:1] or tuple(several.settings):
         try:
@@ -194,6 +196,7 @@ def _load_named(pool: ModelPool, named: Sequence[str]) -> None:
 
 def _start(
     settings: EngineSettings,
+    spare: SpareProcess,
     stall_timeout: float,
     max_restarts: int,
     successor: Callable[[EngineSettings, EngineInfo, int], EngineSettings],
@@ -209,6 +212,7 @@ def _start(
                 wanted.to_json(),
                 tokenizer_of if before is None else lambda: before.tokenizer,
                 stall_timeout=stall_timeout,
+                spare=spare,
             )
 
         return await SupervisedEngineClient.start(

@@ -22,6 +22,7 @@ from paceline.engine.models.client import LoadableClient, Start
 from paceline.engine.models.ledger import Account
 from paceline.engine.models.model import Model, Ticket
 from paceline.engine.models.states import Action, Load, ModelStates
+from paceline.engine.process.client import SpareProcess
 from paceline.engine.process.frontend import happens_within
 from paceline.engine.protocol import EngineClient
 from paceline.errors import (
@@ -44,6 +45,7 @@ class ModelPool:
         starts: starts an engine, by name of the model.
         measure: returns what a loaded engine takes, as was booked; called on a thread. None: as
             booked.
+        spare: used by ``starts``, and made again after each load; owned from here on.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class ModelPool:
         starts: Mapping[str, Start],
         *,
         measure: Callable[[EngineClient, Account], Account] | None = None,
+        spare: SpareProcess | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.states = states
         self._starts, self._measure, self._clock = starts, measure, clock
+        self._spare = spare
         self.clients: dict[str, LoadableClient] = {}
         # called on the event loop with each change of a model
         self.on_change: Callable[[Model], None] | None = None
@@ -180,6 +184,8 @@ class ModelPool:
             self._doing.cancel()
             await asyncio.gather(self._doing, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self.clients.values()))
+        if self._spare is not None:
+            self._spare.close()
 
     # ------------------------------------------------------------------ carrying out
 
@@ -216,6 +222,9 @@ class ModelPool:
             _log.info("model_unloaded name=%s reason=%s", model.name, action.reason)
         self._note(model)
         self._kick()
+        if self._spare is not None and self._doing is asyncio.current_task():
+            # nothing is loaded next: the processors are free for it
+            self._spare.prepare()
 
     async def _load(self, model: Model) -> None:
         began = self._load_began = self._clock()

@@ -38,7 +38,7 @@ from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.errors import ConfigError, EngineDeadError
 
-__all__ = ["ProcessEngineClient"]
+__all__ = ["ProcessEngineClient", "SpareProcess"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class ProcessEngineClient(EngineFrontend):
         *,
         ready_timeout: float = 600.0,
         stall_timeout: float = 60.0,
+        spare: SpareProcess | None = None,
     ) -> ProcessEngineClient:
         """Start the engine and wait until it is ready.
 
@@ -82,13 +83,14 @@ class ProcessEngineClient(EngineFrontend):
             load_tokenizer: called on a thread while the engine loads its model.
             ready_timeout: seconds for both.
             stall_timeout: see ``EngineFrontend``.
+            spare: a process that was started before, of the same program.
 
         Raises:
             ConfigError, CheckpointError: as the engine's builder raised them.
             EngineDeadError: it failed otherwise, or was not ready in time. Its own output went to
                 this process's stderr.
         """
-        child = _Child(argv, config)
+        child = _Child(argv, config, None if spare is None else spare.take())
         loading = asyncio.to_thread(load_tokenizer)
         try:
             async with asyncio.timeout(ready_timeout):
@@ -148,7 +150,9 @@ class ProcessEngineClient(EngineFrontend):
 class _Child:
     """The process, its sockets and its end."""
 
-    def __init__(self, argv: Sequence[str], config: bytes) -> None:
+    def __init__(
+        self, argv: Sequence[str], config: bytes, started: subprocess.Popen[bytes] | None
+    ) -> None:
         self.info: EngineInfo | None = None
         self.on_message: Callable[..., None] = self._before_ready
         # called with the reason, once, when the process ended and its last messages were delivered
@@ -179,7 +183,11 @@ class _Child:
             # requests wait in the engine's queue, not here: sending never blocks the event loop
             self._inbox.set_hwm(0)
             self._inbox.setsockopt(zmq.LINGER, 0)
-            self._process = self._spawn(argv, msgspec.json.encode(launch) + b"\n")
+            self._process = _spawn(argv) if started is None else started
+            assert self._process.stdin is not None
+            # the watch thread notices a child that has ended already
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
         except (OSError, zmq.ZMQError) as error:
             self._release()
             raise EngineDeadError(f"the engine process could not be started: {error}") from error
@@ -236,18 +244,6 @@ class _Child:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._release()
-
-    def _spawn(self, argv: Sequence[str], launch: bytes) -> subprocess.Popen[bytes]:
-        # stdout is the caller's own, and the engine's output is for people. A process group of its
-        # own keeps the terminal's Ctrl-C away from it
-        process = subprocess.Popen(
-            list(argv), stdin=subprocess.PIPE, stdout=2, bufsize=0, process_group=0
-        )
-        assert process.stdin is not None
-        # the watch thread notices a child that has ended already
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(launch)
-        return process
 
     def _release(self) -> None:
         # closes all sockets, too
@@ -306,6 +302,42 @@ class _Child:
             while self._take(_BURST):
                 pass
             self.on_exit(_cause(code))
+
+
+def _spawn(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    # stdout is the caller's own, and the engine's output is for people. A process group of its own
+    # keeps the terminal's Ctrl-C away from it
+    return subprocess.Popen(list(argv), stdin=subprocess.PIPE, stdout=2, bufsize=0, process_group=0)
+
+
+class SpareProcess:
+    """A process of an engine's program that has done its imports and waits for its settings, so
+    that the next engine starts sooner.
+
+    Args:
+        argv: the command line.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        """Start one, unless one waits. Without one, engines are started as ever."""
+        if self._process is None or self._process.poll() is not None:
+            with contextlib.suppress(OSError):
+                self._process = _spawn(self._argv)
+
+    def take(self) -> subprocess.Popen[bytes] | None:
+        """Return the process for an engine; None: there is none."""
+        process, self._process = self._process, None
+        return process if process is not None and process.poll() is None else None
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
 def _cause(code: int) -> str:

@@ -40,6 +40,7 @@ _BY_BODY: Final = GENERATE_PATHS | {
 }  # fmt: skip
 # routes about one model, which the query may name
 _BY_QUERY: Final = frozenset({"/props", "/slots", "/tokenizer_info"})
+_SWITCH: Final = {"1": True, "true": True, "0": False, "false": False}
 _TAG: Final = ":latest"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 _UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -52,6 +53,7 @@ class Models:
         configs: the settings of each model's service, by name; read when it is first in memory.
         first: the model of requests that name none.
         routers: make the routes of a service.
+        autoload: requests load what they name, unless their query has ``autoload=false``.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class Models:
         configs: Mapping[str, Callable[[], ServerConfig]],
         first: str,
         routers: Sequence[Callable[[Service], object]],
+        *,
+        autoload: bool = True,
     ) -> None:
         self.pool, self.front, self.first = pool, front, first
-        self._configs, self._routers = configs, routers
+        self._configs, self._routers, self._autoload = configs, routers, autoload
         self.services: dict[str, Service] = {}
         self._making: dict[str, asyncio.Task[Service]] = {}
 
@@ -83,7 +87,8 @@ class Models:
                     name = body.get("name")
             else:
                 name = request.query_params.get("model")
-            if request.query_params.get("autoload") in ("0", "false"):
+            loads = request.query_params.get("autoload", "")
+            if not _SWITCH.get(loads, self._autoload):
                 self._check_loaded(name)
             keep_alive = seconds_of(body.get("keep_alive")) if path.startswith("/api/") else None
             ticket = self.pool.ask(self.known(name))

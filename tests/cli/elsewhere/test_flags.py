@@ -17,7 +17,7 @@ from paceline.cli.main import build_parser
 
 ROOT = Path(__file__).parents[3]
 # refused by name: formats, parsers and devices that are not here
-REFUSED = 8
+REFUSED = 7
 
 
 @pytest.fixture(autouse=True)

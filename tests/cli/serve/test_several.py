@@ -183,7 +183,8 @@ def test_a_server_of_two_models_loads_on_demand_and_outlives_one_of_its_engines(
 
 
 def _is_engine(pid: int) -> bool:
+    """Whether a process takes turns; the spare one does not yet."""
     try:
-        return b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return "/turns" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False

@@ -35,7 +35,7 @@ def _backend(name: str) -> NullBackend:
 
 @asynccontextmanager
 async def _server(
-    memory: int = 30, **config: Any
+    memory: int = 30, *, autoload: bool = True, **config: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, ModelPool]]:
     mib = 2**20
     sizes = {"small": 10 * mib, "large": 20 * mib, "huge": 99 * mib, "broken": 10 * mib}
@@ -50,6 +50,7 @@ async def _server(
         pool=pool,
         configs={name: (lambda name=name: config_of(name)) for name in sizes},  # type: ignore[misc]
         first="small",
+        autoload=autoload,
     )
     app = create_app(FrontClient(pool, "small"), config_of("small"), models=several)
     async with connect(app) as http:
@@ -146,6 +147,15 @@ async def test_what_cannot_be_served_says_why_and_stops_nothing() -> None:
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         cold = await http.post("/v1/completions?autoload=false", json=body | {"model": "large"})
         assert cold.status_code == 400 and "known" in cold.text
+
+
+async def test_a_server_without_autoload_loads_what_is_asked_for_alone() -> None:
+    async with _server(autoload=False) as (http, pool):
+        body = {"model": "large", "prompt": "hi", "max_tokens": 2}
+        assert (await http.post("/v1/completions", json=body)).status_code == 400
+        assert pool.states.models["large"].state is State.KNOWN
+        asked = await http.post("/v1/completions?autoload=true", json=body)
+        assert asked.status_code == 200
 
 
 async def test_models_are_loaded_unloaded_and_pinned_by_callers() -> None:
