@@ -157,6 +157,36 @@ def test_tenants_by_what_they_took() -> None:
     assert make_frame(BEFORE, AFTER).tenants == () and "tenant" not in text_of()
 
 
+def of_model(name: str, state: str, tokens: int, computed: float, mib: int) -> list[str]:
+    own = f'model_name="{name}"'
+    return [
+        f'paceline:model_state{{{own},state="{state}"}} 1',
+        f'paceline:model_state{{{own},state="other"}} 0',
+        f"paceline:model_leases{{{own}}} 3",
+        f"paceline:model_waiting{{{own}}} 0",
+        f"paceline:model_load_seconds{{{own}}} 0.5",
+        f'paceline:ledger_bytes{{{own},kind="weights"}} {mib * 2**20}',
+        f"vllm:generation_tokens_total{{{own}}} {tokens}",
+        f"paceline:turn_seconds_total{{{own}}} {computed}",
+    ]
+
+
+def test_several_models_have_a_row_each() -> None:
+    before = scrape(1.0, *of_model("cold", "unloaded", 0, 0, 0), *of_model("a", "ready", 5, 1, 7))
+    after = scrape(3.0, *of_model("cold", "unloaded", 0, 0, 0), *of_model("a", "ready", 85, 2, 7))
+    frame = make_frame(before, after)
+    cold, warm = frame.models
+    assert (cold.name, cold.state, cold.num_bytes) == ("cold", "unloaded", 0)
+    assert (warm.state, warm.output_tokens_per_s, warm.computed) == ("ready", 40.0, 0.5)
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(frame, "http://x/metrics"))
+    console.file.close()
+    text = console.export_text()
+    # those in memory come first
+    assert text.index("unloaded") > text.index("ready") and "50%" in text and "500 ms" in text
+    assert make_frame(BEFORE, AFTER).models == () and "unloaded" not in text_of()
+
+
 def test_below_the_lowest_bound_nothing_is_known() -> None:
     """All waited less than 0.3 s: that is said, and not 150 ms."""
 

@@ -25,8 +25,9 @@ __all__ = ["render"]
 
 # width of a bar in a terminal of 80 columns, inside a frame
 _BAR: Final = 72
-# most rows of the table of tenants
+# most rows of the tables of tenants and models
 _MAX_TENANTS: Final = 5
+_MAX_MODELS: Final = 5
 _COLOURS: Final = ("cyan", "magenta", "blue", "yellow", "red")
 _REASONS: Final[Mapping[str, str]] = {
     "step": "the running step",
@@ -47,7 +48,7 @@ _PRESSURE: Final = (
 
 
 def render(frame: Frame, url: str, problem: str = "") -> RenderableType:
-    """Render a server in about 25 lines, and up to eight more for tenants.
+    """Render a server in about 25 lines, and up to eight more for tenants and for models each.
 
     Args:
         problem: why ``frame`` is not the latest; "" if it is.
@@ -55,6 +56,8 @@ def render(frame: Frame, url: str, problem: str = "") -> RenderableType:
     panels = [_head(frame, url, problem), _batch(frame), _classes(frame)]
     if frame.tenants:
         panels.append(_tenants(frame))
+    if frame.models:
+        panels.append(_models(frame))
     return Group(*panels, _memory(frame))
 
 
@@ -164,6 +167,27 @@ def _tenants(frame: Frame) -> RenderableType:
             coloured(row.attainment),
         )
     return first_rows(table, "tenants", _MAX_TENANTS, len(frame.tenants))
+
+
+def _models(frame: Frame) -> RenderableType:
+    table = headed_table()
+    table.add_column("model", max_width=18, no_wrap=True, overflow="ellipsis")
+    for name in ("state", "open", "waiting", "tokens/s", "MiB", "load", "computes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    # those in memory first
+    rows = sorted(frame.models, key=lambda row: not row.num_bytes)
+    for row in rows[:_MAX_MODELS]:
+        table.add_row(
+            row.name,
+            row.state,
+            str(row.requests),
+            str(row.waiting),
+            f"{row.output_tokens_per_s:.0f}",
+            str(row.num_bytes >> 20) if row.num_bytes else "",
+            time_of(row.load_seconds) if row.load_seconds else "",
+            percent(min(1.0, row.computed)),
+        )
+    return first_rows(table, "models", _MAX_MODELS, len(rows))
 
 
 def _memory(frame: Frame) -> RenderableType:

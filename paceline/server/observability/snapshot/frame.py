@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.server.observability.snapshot.scrape import Growth, Quantiles, Scrape, ratio
 
-__all__ = ["ClassRow", "Frame", "TenantRow", "make_frame"]
+__all__ = ["ClassRow", "Frame", "ModelRow", "TenantRow", "make_frame"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,24 @@ class TenantRow:
     mean_ttft: float | None
     # share of requests that met their targets, of those that ended in the interval
     attainment: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One of several models. Rates are per second."""
+
+    name: str
+    state: str
+    # requests that hold it in memory, and those that await it
+    requests: int
+    waiting: int
+    output_tokens_per_s: float
+    # what it takes, and the seconds of its latest load
+    num_bytes: int
+    load_seconds: float
+    # share of the time in which it computed, and in which it waited while others did
+    computed: float
+    awaited: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +126,8 @@ class Frame:
     # distance between predicted and actual time to first token
     ttft_error: Quantiles
     cost_per_million_tokens: float | None
+    # empty where the server has one model
+    models: tuple[ModelRow, ...] = ()
 
 
 def make_frame(before: Scrape, after: Scrape) -> Frame:
@@ -182,6 +202,31 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         queue=grown.quantiles("vllm:request_queue_time_seconds"),
         ttft_error=grown.quantiles("paceline:ttft_prediction_error_seconds"),
         cost_per_million_tokens=after.one("paceline:cost_per_million_tokens"),
+        models=_models(grown),
+    )
+
+
+def _models(grown: Growth) -> tuple[ModelRow, ...]:
+    after, seconds = grown.after, grown.seconds
+    states = {
+        labels["model_name"]: labels["state"]
+        for labels, on in after.samples.get("paceline:model_state", ())
+        if on
+    }
+    return tuple(
+        ModelRow(
+            name=name,
+            state=state,
+            requests=int(after.total("paceline:model_leases", model_name=name)),
+            waiting=int(after.total("paceline:model_waiting", model_name=name)),
+            output_tokens_per_s=grown.total("vllm:generation_tokens_total", model_name=name)
+            / seconds,
+            num_bytes=int(after.total("paceline:ledger_bytes", model_name=name)),
+            load_seconds=after.total("paceline:model_load_seconds", model_name=name),
+            computed=grown.total("paceline:turn_seconds_total", model_name=name) / seconds,
+            awaited=grown.total("paceline:turn_wait_seconds_total", model_name=name) / seconds,
+        )
+        for name, state in states.items()
     )
 
 
