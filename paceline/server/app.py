@@ -60,6 +60,8 @@ class SeveralModels:
     first: str
     # requests load the models that they name
     autoload: bool = True
+    # seconds of loading above which a request is refused for now; None: any number
+    max_wait: float | None = None
     # returns the use of turns (``engine.models.turn``) by name; None: engines take none
     turns: Callable[[], Mapping[str, TurnUse]] | None = None
 
@@ -125,7 +127,13 @@ def _several(models: SeveralModels, service: Service) -> tuple[APIRouter, ...]:
     from paceline.server.models.routes import model_routers
 
     found = Models(
-        models.pool, service, models.configs, models.first, _ROUTERS, autoload=models.autoload
+        models.pool,
+        service,
+        models.configs,
+        models.first,
+        _ROUTERS,
+        autoload=models.autoload,
+        max_wait=models.max_wait,
     )
     service.models = found
     service.metrics.registry.register(ModelCollector(models.pool.states, models.turns))

@@ -257,6 +257,7 @@ def _run_several(
                 configs=configs,
                 first=first,
                 autoload=args.models_autoload,
+                max_wait=several.settings[first].scheduler.max_predicted_ttft_s,
                 turns=partial(turn_uses, pool, turns),
             ),
         )

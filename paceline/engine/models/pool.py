@@ -135,6 +135,11 @@ class ModelPool:
         async with self.lease(name):
             pass
 
+    def prefetch(self, name: str) -> None:
+        """Have a model loaded; returns at once. Raises as ``ModelStates.load`` does."""
+        self.states.load(name)
+        self._kick()
+
     def unload(self, name: str) -> None:
         """Unload a model as soon as no request uses it."""
         self.states.unload(name)

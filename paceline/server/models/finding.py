@@ -14,7 +14,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.engine.models.model import Model, State
 from paceline.engine.models.pool import ModelPool
-from paceline.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError, PacelineError, QueueFullError
 from paceline.http.errors import HttpError, public
 from paceline.http.fields import show
 from paceline.http.sse import unless_disconnected
@@ -53,6 +53,7 @@ class Models:
         configs: the settings of each model's service, by name; read when it is first in memory.
         first: the model of requests that name none.
         routers: make the routes of a service.
+        max_wait: seconds of loading above which a request gets 429 instead; None: any.
         autoload: requests load what they name, unless their query has ``autoload=false``.
     """
 
@@ -65,9 +66,11 @@ class Models:
         routers: Sequence[Callable[[Service], object]],
         *,
         autoload: bool = True,
+        max_wait: float | None = None,
     ) -> None:
         self.pool, self.front, self.first = pool, front, first
         self._configs, self._routers, self._autoload = configs, routers, autoload
+        self._max_wait = max_wait
         self.services: dict[str, Service] = {}
         self._making: dict[str, asyncio.Task[Service]] = {}
 
@@ -91,7 +94,9 @@ class Models:
             if not _SWITCH.get(loads, self._autoload):
                 self._check_loaded(name)
             keep_alive = seconds_of(body.get("keep_alive")) if path.startswith("/api/") else None
-            ticket = self.pool.ask(self.known(name))
+            known = self.known(name)
+            self._check_wait(known)
+            ticket = self.pool.ask(known)
             try:
                 if not ticket.is_granted and by_body:
                     # a caller who leaves waits no longer
@@ -136,6 +141,20 @@ class Models:
         if model.state is not State.READY:
             raise HttpError(
                 400, f"the model {show(model.name)} is {model.state.value}, and autoload is off"
+            )
+
+    def _check_wait(self, name: str) -> None:
+        """Raise QueueFullError where a model's load alone takes longer than a request may wait."""
+        seconds = self.pool.states.wait_for(name, self.pool.now())
+        if self._max_wait is not None and seconds > self._max_wait:
+            # who comes back by then finds it in memory
+            with suppress(PacelineError):
+                self.pool.prefetch(name)
+            raise QueueFullError(
+                f"The model {name} is not in memory: its load takes {seconds:.1f} s, and at most "
+                f"{self._max_wait:g} s to the first token are allowed",
+                seconds,
+                "predicted-ttft",
             )
 
     async def _service(self, name: str) -> Service:

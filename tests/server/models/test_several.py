@@ -35,7 +35,7 @@ def _backend(name: str) -> NullBackend:
 
 @asynccontextmanager
 async def _server(
-    memory: int = 30, *, autoload: bool = True, **config: Any
+    memory: int = 30, *, autoload: bool = True, max_wait: float | None = None, **config: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, ModelPool]]:
     mib = 2**20
     sizes = {"small": 10 * mib, "large": 20 * mib, "huge": 99 * mib, "broken": 10 * mib}
@@ -51,6 +51,7 @@ async def _server(
         configs={name: (lambda name=name: config_of(name)) for name in sizes},  # type: ignore[misc]
         first="small",
         autoload=autoload,
+        max_wait=max_wait,
     )
     app = create_app(FrontClient(pool, "small"), config_of("small"), models=several)
     async with connect(app) as http:
@@ -156,6 +157,17 @@ async def test_a_server_without_autoload_loads_what_is_asked_for_alone() -> None
         assert pool.states.models["large"].state is State.KNOWN
         asked = await http.post("/v1/completions?autoload=true", json=body)
         assert asked.status_code == 200
+
+
+async def test_a_load_that_takes_too_long_is_refused_for_now_and_begins() -> None:
+    async with _server(max_wait=0.0) as (http, pool):
+        body = {"model": "large", "prompt": "hi", "max_tokens": 2}
+        refused = await http.post("/v1/completions", json=body)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert "not in memory" in refused.text
+        while pool.states.models["large"].state is not State.READY:
+            await pool.changed()
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_models_are_loaded_unloaded_and_pinned_by_callers() -> None:
