@@ -26,6 +26,8 @@ from paceline.errors import ModelFailedError, ModelRoomError, PacelineError, Unk
 
 __all__ = ["Action", "Load", "ModelStates", "Unload"]
 
+# most names in an error
+_MOST_NAMED: Final = 20
 # a model stays in memory for this multiple of its load's time at least
 _STAYS: Final = 2.0
 # loads that may end an engine one after another, and seconds for which the model then rests
@@ -100,8 +102,11 @@ class ModelStates:
         """Return the model of a name or alias. Raises UnknownModelError."""
         model = self._by_name.get(name)
         if model is None:
+            some = list(self.models)[:_MOST_NAMED]
+            more = len(self.models) - len(some)
             raise UnknownModelError(
-                f"The model {name[:80]!r} does not exist; served are {', '.join(self.models)}",
+                f"The model {name[:80]!r} does not exist; served are {', '.join(some)}"
+                + (f" and {more} more" if more else ""),
                 "model",
             )
         return model

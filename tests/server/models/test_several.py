@@ -136,6 +136,12 @@ async def test_lists_show_states_reasons_and_memory() -> None:
         assert running["context_length"] == 256
 
 
+async def test_the_description_of_the_api_has_the_routes_of_models() -> None:
+    async with _server() as (http, _):
+        paths = (await http.get("/openapi.json")).json()["paths"]
+        assert {"/models/load", "/models/unload", "/api/ps", "/v1/models"} <= set(paths)
+
+
 async def test_what_cannot_be_served_says_why_and_stops_nothing() -> None:
     async with _server() as (http, _):
         body = {"prompt": "hi", "max_tokens": 2}
