@@ -2,6 +2,7 @@
 import { h, signal, useEffect } from "../vendor/preact.js";
 import { ApiError, call, getJson, key } from "../lib/api.js";
 import { visible } from "../lib/format.js";
+import { Models, areSeveral } from "./models.js";
 
 /** @type {{ value: any }} */
 const models = signal(null);
@@ -93,8 +94,9 @@ export function Server({ shown }) {
     failed.value && h("div", { class: "error", role: "alert" }, visible(failed.value)),
     h("div", { class: "cards" },
       h("section", { class: "card", "aria-labelledby": "models" },
-        h("h2", { id: "models" }, "Model"),
+        h("h2", { id: "models" }, models.value !== null && areSeveral(models.value) ? "Models" : "Model"),
         models.value === null ? h("p", { class: "quiet" }, "Asking the server.") :
+          areSeveral(models.value) ? h(Models, { models: models.value, look }) :
           h("table", null, h("tbody", null,
             h("tr", null, h("th", { scope: "row" }, "Names"), h("td", null, models.value.map((/** @type {any} */ each) => visible(each.id)).join(", "))),
             h("tr", null, h("th", { scope: "row" }, "Context"), h("td", null, `${models.value[0].max_model_len} tokens`)),
