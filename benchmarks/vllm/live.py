@@ -49,7 +49,7 @@ class Work:
     # requests at once while the capacity is measured
     outstanding: int = 32
     # flags that are tried for the tuned contender: tokens a step, requests at once
-    tuned: tuple[tuple[int, int], ...] = ((256, 16), (256, 64), (1024, 16))
+    tuned: tuple[tuple[int, int], ...] = ((256, 16), (256, 64))
 
     def ttft_of(self, request: _Request) -> float:
         """Return the target of a request for its first token."""
