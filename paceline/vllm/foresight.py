@@ -53,12 +53,14 @@ def size_of(body: Mapping[str, Any]) -> Size:
         if isinstance(value, str):
             characters += 0 if value.startswith("data:") else len(value)
         elif isinstance(value, list):
-            left += value
+            if value and type(value[0]) is int:
+                # tokens, of which there may be very many
+                tokens += len(value)
+            else:
+                left += value
         elif isinstance(value, dict):
             left += value
             left += value.values()
-        else:
-            tokens += type(value) is int
     return Size(characters, tokens, num_prompts)
 
 
