@@ -41,7 +41,7 @@ from paceline.quantize.source import GGUFSource, Source
 __all__ = ["Progress", "Quantized", "quantize"]
 
 # raised when a part of an earlier run would no longer be what this code makes
-_VERSION: Final = 2
+_VERSION: Final = 3
 # what the parts of a run depend on, in their folder
 _JOB: Final = "job.json"
 
