@@ -63,6 +63,7 @@ def scrape(at: float, a: int, b: int, **more: float) -> Scrape:
         'cascade_requests_total{answered_by="escalated",model="chat"}': b,
         'cascade_wasted_tokens_total{model="chat"}': 7 * b,
         'cascade_saved{model="chat"}': 0.25,
+        'cascade_alarm{model="chat"}': 1,
     }  # fmt: skip
     return parse_metrics("".join(f"{NAME}{key} {n}\n" for key, n in counts.items()), at)
 
@@ -115,7 +116,8 @@ def test_what_people_see() -> None:
     for words in (
         "ready  1 of 2 engines", "at engines 4   waiting 1   ended/s 10.0   retries left 12",
         "ok 30   broken 10", "streams resumed 10",
-        "small 30   escalated 10   large 0   wasted 70 tokens   saved 0.25",
+        "small 30   escalated 10   large 0   handed off 25%",
+        "wasted 70 tokens   saved 0.25   bound exceeded",
         "ready          3    7    2  50%    7.5 ████▌   75% 100 ms 400 ms",
         "failing        3    -    -    -    2.5 █▌      25%      -      -",
         "b  failing (open)   lost 10", "a  resumed 10",

@@ -89,6 +89,8 @@ class GatewayFrame:
     cascade: Mapping[str, int]
     cascade_wasted: int
     cascade_saved: float
+    # audited requests of a cascade lose more than its bound
+    cascade_alarm: bool
     # measured from a request's arrival at the gateway
     ttft: Quantiles
     seconds: Quantiles
@@ -126,6 +128,7 @@ def make_gateway_frame(
         cascade=grew_by("cascade_requests_total", "answered_by"),
         cascade_wasted=int(grown.total(f"{_NAME}cascade_wasted_tokens_total")),
         cascade_saved=now.total(f"{_NAME}cascade_saved"),
+        cascade_alarm=now.total(f"{_NAME}cascade_alarm") > 0.0,
         ttft=grown.quantiles(f"{_NAME}time_to_first_token_seconds"),
         seconds=grown.quantiles(f"{_NAME}request_seconds"),
         engines=tuple(_engine(name, told, grown) for name, told in status["engines"].items()),

@@ -107,8 +107,10 @@ def _requests(frame: GatewayFrame) -> RenderableType:
         row("saved", *done, style="cyan")
     if frame.cascade:
         who = [f"{by} {frame.cascade.get(by, 0)}" for by in ("small", "escalated", "large")]
-        row("cascade", *who, f"wasted {frame.cascade_wasted} tokens",
-            f"saved {_money(frame.cascade_saved)}")  # fmt: skip
+        handed = 1.0 - frame.cascade.get("small", 0) / max(1, sum(frame.cascade.values()))
+        row("cascade", *who, f"handed off {handed:.0%}")
+        row("", f"wasted {frame.cascade_wasted} tokens", f"saved {_money(frame.cascade_saved)}",
+            *(["bound exceeded"] if frame.cascade_alarm else []))  # fmt: skip
     return lines.panel("requests")
 
 
