@@ -14,6 +14,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.gateway import Gateway
+from paceline.gateway.cascade.asked import NO_CASCADES
 from paceline.gateway.settings.calibration import digest_of
 from paceline.gateway.settings.cascade import CascadeConfig, UnderLoad
 from paceline.gateway.settings.config import KeyConfig, ModelConfig, PriceConfig
@@ -24,6 +25,7 @@ from tests.gateway.helpers import (
     CHAT,
     chat,
     configured,
+    gateway_over,
     is_clean,
     refused,
     streamed,
@@ -481,6 +483,27 @@ async def test_requests_at_once_are_decided_each_by_itself(tmp_path: Path) -> No
         await until(lambda: is_clean(gateway))
         status = json.loads((await http.get("/status")).content)
         assert status["in_flight"] == 0
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_requests_of_other_models_meet_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a request without a cascade met one")
+
+    for name in ("Run", "read_prompt", "_is_stored"):
+        monkeypatch.setattr(f"paceline.gateway.cascade.runner.{name}", never)
+    calibrated = calibration(tmp_path)
+    async with cascade(said("own"), LARGE, calibration=calibrated, shadow=1.0) as (one, _, _, http):
+        body = {"model": "small", "prompt": "hi"} if path != CHAT else asked(model="small")
+        response = await http.post(path, json=body)
+        assert response.status_code == 200 and len(one.bodies) == 1
+        # the names are those that a cascade has
+        if path == CHAT:
+            assert (await http.post(CHAT, json=asked())).status_code == 500
+    async with gateway_over(configured()) as (gateway, _):
+        assert gateway._cascades is NO_CASCADES
 
 
 def test_a_gateway_without_cascades_loads_no_numpy() -> None:
