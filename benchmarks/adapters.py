@@ -54,7 +54,7 @@ from paceline.checkpoints.model.adapter import (
 )
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.open import open_adapter
-from paceline.engine.adapters.store import yield_to_steps
+from paceline.engine.adapters.loading import Slices, yield_to_steps
 
 QUICK: Final = bool(os.environ.get("QUICK"))
 PAIRS: Final = 8 if QUICK else 20
@@ -200,9 +200,14 @@ def loading(model: NativeModel) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         size = write_folder(Path(name), random_values(CONFIG, 99))
 
+        is_computing = False
+        slices = Slices(lambda: is_computing)
+
         def load() -> None:
-            file = open_adapter(Path(name), CONFIG)
-            NativeAdapter(model.handle, CONFIG.num_hidden_layers, file.read(), floats=False)
+            slices.begin()
+            values = open_adapter(Path(name), CONFIG).read(slices.pause)
+            layers = CONFIG.num_hidden_layers
+            NativeAdapter(model.handle, layers, values, floats=False, pause=slices.pause)
 
         times = [seconds(load, 0.0, time.perf_counter) for _ in range(1 + 5)][1:]
         rows, stop = Rows(model, 8, 1, CONTEXT), threading.Event()
@@ -220,6 +225,7 @@ def loading(model: NativeModel) -> dict[str, float]:
             return percentile(steps, 0.99)
 
         quiet = slowest()
+        is_computing = True
         thread = threading.Thread(target=load_on)
         thread.start()
         busy = slowest()

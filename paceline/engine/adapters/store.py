@@ -20,17 +20,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from paceline.core.request import AdapterUse
+from paceline.engine.adapters.loading import LoadingThread, Slices, yield_to_steps
 from paceline.engine.adapters.residency import Residency, State
 from paceline.engine.types import AdapterStats, AdapterStatus
 from paceline.errors import (
@@ -41,18 +40,10 @@ from paceline.errors import (
     UnknownModelError,
 )
 
-__all__ = [
-    "AdapterBackend", "AdapterLimits", "AdapterStore", "OpenedAdapter", "Slices", "yield_to_steps",
-]  # fmt: skip
+__all__ = ["AdapterBackend", "AdapterLimits", "AdapterStore", "OpenedAdapter"]
 
 _log = logging.getLogger(__name__)
 
-# added to the loading thread's niceness, so that it takes little from the threads of a step
-_NICE: Final = 19
-# while steps run, seconds of a slice of loading, and those that follow without any: a core that a
-# step needs is taken from it for a slice at most
-_SLICE: Final = 0.5e-3
-_PAUSE: Final = 2.5e-3
 # seconds that a request waits for room before another adapter drains for it, at least; and that as
 # a multiple of its load
 _PATIENCE: Final = 1.0
@@ -115,23 +106,6 @@ class AdapterLimits:
     dtype: str = "auto"
 
 
-class Slices:
-    """Loading in slices, between which a thread sleeps while ``is_computing`` says so."""
-
-    def __init__(self, is_computing: Callable[[], bool]) -> None:
-        self._is_computing, self._since = is_computing, 0.0
-
-    def begin(self) -> None:
-        """Begin work on the calling thread."""
-        self._since = time.thread_time()
-
-    def pause(self) -> None:
-        """Sleep if a slice is over."""
-        if self._is_computing() and time.thread_time() - self._since >= _SLICE:
-            time.sleep(_PAUSE)
-            self.begin()
-
-
 class _Loaded(NamedTuple):
     digest: str
     num_bytes: int
@@ -148,6 +122,8 @@ class _Adapter:
     # contents that it had when it was first loaded; empty: not known yet
     digest: str = ""
     slot: int = -1
+    # that its last load took
+    seconds: float = 0.0
     error: PacelineError | None = None
     # requests that use it or wait for it
     requests: set[str] = field(default_factory=set)
@@ -164,14 +140,6 @@ class _Use(NamedTuple):
     due: float
 
 
-class Thread(Protocol):
-    """What loads adapters, one after another: a ThreadPoolExecutor of one thread, or a fake."""
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]: ...
-
-    def shutdown(self, *, cancel_futures: bool) -> None: ...
-
-
 class AdapterStore:
     """Registered adapters by key. Used from the engine's thread; ``close`` ends its own.
 
@@ -185,7 +153,7 @@ class AdapterStore:
         backend: AdapterBackend,
         limits: AdapterLimits,
         *,
-        thread: Thread | None = None,
+        thread: LoadingThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend, self._limits, self._clock = backend, limits, clock
@@ -205,7 +173,7 @@ class AdapterStore:
         # keys to load without a request that waits for them, in order
         self._wanted: list[str] = []
         self._num_slots = 0
-        self._thread: Thread = thread or ThreadPoolExecutor(
+        self._thread = thread or ThreadPoolExecutor(
             1, thread_name_prefix="paceline-adapters", initializer=yield_to_steps
         )
         self._news: list[AdapterStatus] = []
@@ -502,6 +470,7 @@ class AdapterStore:
                 self._fail(key, adapter, error)
             return
         self._loads["loaded"] += 1
+        adapter.seconds = seconds
         adapter.digest = digest
         if self._books.loaded(key, num_bytes):
             self._gone(key)
@@ -527,7 +496,9 @@ class AdapterStore:
         self._backend.drop_adapter(adapter.slot)
         adapter.slot = -1
         self._left["room"] += 1
-        self._news.append(AdapterStatus(key, "registered", digest=adapter.digest))
+        self._news.append(
+            AdapterStatus(key, "registered", digest=adapter.digest, seconds=adapter.seconds)
+        )
 
     def _gone(self, key: str) -> None:
         adapter = self._adapters.pop(key)
@@ -547,11 +518,3 @@ def _raise_failure(adapter: _Adapter) -> None:
 
 def _kib(num_bytes: int) -> str:
     return f"{-(-num_bytes // 1024)} KiB"
-
-
-def yield_to_steps() -> None:
-    """Let the calling thread take little from the threads of a step; other threads keep theirs."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-    except OSError as error:
-        _log.info("the thread that loads adapters keeps its priority: %s", error)

@@ -141,6 +141,7 @@ class Placement:
 
     def _dispatched(self, last: Endpoint | None, now: float) -> tuple[Pick, Dispatch]:
         pick = self._pick(now, last)
+        pick.endpoint.upstream.note_load(pick.endpoint.model)
         return pick, pick.endpoint.upstream.load.dispatch(self.context.demand, pick.view, now)
 
     def _pick(self, now: float, last: Endpoint | None) -> Pick:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.http.errors import HttpError
@@ -245,7 +246,7 @@ class Picker:
         if len(endpoints) == 1:
             load = endpoints[0].upstream.load
             return Pick(endpoints[0], load.view(demand, now))
-        views = [
+        known = [
             endpoint.upstream.load.view(
                 demand,
                 now,
@@ -254,6 +255,12 @@ class Picker:
                 else endpoint.upstream.share_of(endpoint.model, now),
             )
             for endpoint in endpoints
+        ]
+        # an engine that has the adapter comes first where others would have to load it
+        views = [
+            replace(view, ttft=view.ttft + load) if load else view
+            for view, endpoint in zip(known, endpoints, strict=True)
+            for load in [endpoint.upstream.load_seconds(endpoint.model)]
         ]
         index = _forgotten(endpoints, views, demand, now)
         if index is None:
@@ -298,6 +305,8 @@ def _forgotten(
         if now - endpoint.upstream.load.sent_at > _FORGOTTEN
         and not views[index].num_requests
         and not views[index].pressed
+        # measured with a load it would say nothing of others
+        and not endpoint.upstream.load_seconds(endpoint.model)
     ]
     # if all were idle that long, none of them is worth testing
     return min(found)[1] if 0 < len(found) < len(endpoints) else None

@@ -35,6 +35,9 @@ __all__ = ["Running", "Upstream", "UpstreamModel"]
 
 _log = logging.getLogger("paceline.gateway")
 
+# assumed seconds to load an adapter, and most that are believed
+_LOAD_SECONDS: Final = 0.1
+_MOST_LOAD_SECONDS: Final = 60.0
 # the process's start time, in Prometheus' standard metric
 _STARTED: Final = "process_start_time_seconds"
 # time for which any answer, to a poll or a request, shows the engine to be alive, s
@@ -71,6 +74,16 @@ class UpstreamModel:
     # the whole entry
     entry: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def load_seconds(self) -> float:
+        """Seconds that a request waits for it: of an adapter that is not in memory, as the engine
+        says, or else usual ones."""
+        if self.entry.get("status") != "registered":
+            return 0.0
+        said = self.entry.get("load_seconds")
+        known = isinstance(said, (int, float)) and 0.0 < said < _MOST_LOAD_SECONDS
+        return said if known else _LOAD_SECONDS
+
 
 class Upstream:
     """State of one engine behind the gateway."""
@@ -99,6 +112,8 @@ class Upstream:
         self.running: set[Running] = set()
         # None: not known yet
         self.models: dict[str, UpstreamModel] | None = None
+        # adapters that requests sent since then have it load
+        self._loads: set[str] = set()
         # the models as listed, without contexts from ``capabilities``, which a restart clears
         self._listed: dict[str, UpstreamModel] = {}
         # as the engine advertises them; they take precedence over its kind's table
@@ -339,9 +354,20 @@ class Upstream:
             for name, model in listed.items()
         }
 
+    def load_seconds(self, name: str) -> float:
+        """Return the seconds that a request for a model waits for its adapter to be loaded."""
+        model = (self.models or {}).get(name)
+        return 0.0 if model is None or name in self._loads else model.load_seconds
+
+    def note_load(self, name: str) -> None:
+        """Note that a request was sent there, for which the engine loads its adapter."""
+        if self.load_seconds(name):
+            self._loads.add(name)
+
     def lists(self, entries: Sequence[Mapping[str, Any]], contexts: Mapping[str, int]) -> None:
         """Take over its list of models; ``contexts``: context lengths that the list lacks."""
         models = {}
+        self._loads.clear()
         for entry in entries:
             name, most = entry.get("id"), entry.get("max_model_len")
             if isinstance(name, str) and name:

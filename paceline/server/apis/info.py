@@ -142,6 +142,8 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
         digest = sha256(f"{service.model_digest} {adapter.digest}".encode()).hexdigest()[:32]
         own = {
             "root": adapter.root, "parent": service.model_name, "status": status, "digest": digest,
+            # of its last load, for gateways
+            "load_seconds": 0.0 if news is None else news.seconds,
         }  # fmt: skip
     return {
         "id": name,

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.adapters.store import AdapterLimits, AdapterStore, Slices
+from paceline.engine.adapters.loading import Slices
+from paceline.engine.adapters.store import AdapterLimits, AdapterStore
 from paceline.errors import CheckpointError, InvalidRequestError, UnknownModelError
 
 

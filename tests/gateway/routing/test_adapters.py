@@ -1,0 +1,54 @@
+"""An engine that has an adapter in memory comes before those that would have to load it."""
+
+from __future__ import annotations
+
+import random
+
+from paceline.gateway.routing.picker import Picker
+from paceline.gateway.routing.routes import Endpoint
+from paceline.gateway.settings.config import EngineConfig, GatewayConfig
+from paceline.gateway.upstreams.upstream import Upstream
+from paceline.routing import Demand
+
+DEMAND = Demand(prompt_tokens=100, max_tokens=10, output_tokens=10)
+
+
+def made(status: str, seconds: object = 0.3, name: str = "") -> Upstream:
+    config = EngineConfig(name=name or status, url="http://127.0.0.1:1")
+    engine = Upstream(config, GatewayConfig(engines=(config,)), 0.0)
+    entry = {"id": "sql", "status": status, "load_seconds": seconds}
+    engine.lists([{"id": "m"}, entry], {})
+    return engine
+
+
+def chosen(*engines: Upstream) -> set[str]:
+    """Engines that 20 requests for the adapter would be sent to."""
+    picker = Picker(random.Random(1))
+    endpoints = [Endpoint(engine, "sql", 0) for engine in engines]
+    return {picker._choose(endpoints, DEMAND, 1.0).endpoint.upstream.name for _ in range(20)}
+
+
+def test_the_load_is_part_of_the_predicted_time() -> None:
+    cold, warm = made("registered"), made("resident")
+    assert (cold.load_seconds("sql"), warm.load_seconds("sql")) == (0.3, 0.0)
+    assert cold.load_seconds("m") == cold.load_seconds("unknown") == 0.0
+    assert chosen(cold, warm) == chosen(warm, cold) == {"resident"}
+    # it is no hard rule: far more work ahead costs more than a load
+    warm.load.prefill_tokens += 1e6
+    assert chosen(cold, warm) == {"registered"}
+    assert chosen(cold) == {"registered"}
+
+
+def test_a_request_that_was_sent_has_its_engine_load_the_adapter_once() -> None:
+    cold, other = made("registered"), made("registered", name="other")
+    other.note_load("sql")
+    assert other.load_seconds("sql") == 0.0
+    assert chosen(cold, other) == {"other"}
+    # the next list says what is there
+    other.lists([{"id": "sql", "status": "registered", "load_seconds": 0.2}], {})
+    assert other.load_seconds("sql") == 0.2
+
+
+def test_what_an_engine_says_of_its_loads_is_not_believed_blindly() -> None:
+    for strange in (-1, 1e9, float("nan"), "2", None):
+        assert made("registered", strange).load_seconds("sql") == 0.1
