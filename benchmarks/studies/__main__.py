@@ -27,6 +27,7 @@ NAMES = (
     "coalescing",
     "disaggregation",
     "speculation",
+    "adapters",
 )
 
 
