@@ -26,9 +26,9 @@ __all__ = ["STUDY"]
 
 ONE: Final = AdapterSettings().num_bytes
 LENGTHS: Final = "prompt=lognormal(255,0.8),output=lognormal(60,0.8)"
-PLACES: Final = (64, 32, 16, 12, 8)
+PLACES: Final = (64, 16, 12, 8)
 # requests a second for the other adapters, and for the one in a flood
-OTHERS, FLOOD = 1.0, 20.0
+OTHERS, FLOOD = 1.0, 10.0
 
 
 def engine(places: int, policy: str) -> ReplicaSpec:
@@ -48,7 +48,7 @@ def run(arrivals: Iterable[Arrival], places: int, policy: str) -> tuple[list[Ser
 def memory() -> list[list[str]]:
     rows = [["in memory", "evictions", "TTFT p50", "TTFT p90", "TTFT p99", "max", "TPOT mean"]]
     for places in PLACES:
-        workload = open_workload(f"synthetic:rate=3,{LENGTHS},n=2000,adapters=64,zipf=1.1", seed=4)
+        workload = open_workload(f"synthetic:rate=3,{LENGTHS},n=400,adapters=64,zipf=1.1", seed=4)
         served, evictions = run(workload, places, "fair")
         first = sorted(each.ttft or 0.0 for each in served)
         gaps = [each.tpot for each in served if each.tpot is not None]
@@ -63,11 +63,11 @@ def memory() -> list[list[str]]:
 def flood() -> list[list[str]]:
     """Return the first tokens of other adapters' requests, alone and with a flood of one."""
     others = list(
-        open_workload(f"synthetic:rate={OTHERS},{LENGTHS},seconds=300,adapters=8,zipf=0", seed=4)
+        open_workload(f"synthetic:rate={OTHERS},{LENGTHS},seconds=60,adapters=8,zipf=0", seed=4)
     )
     more = [
         replace(each, adapter="flood")
-        for each in open_workload(f"synthetic:rate={FLOOD},{LENGTHS},seconds=300", seed=5)
+        for each in open_workload(f"synthetic:rate={FLOOD},{LENGTHS},seconds=60", seed=5)
     ]
     rows = [["policy", "TTFT p50 alone", "with the flood", "TTFT p99 alone", "with the flood"]]
     for policy in ("fcfs", "fair"):

@@ -81,8 +81,9 @@ class UpstreamModel:
         if self.entry.get("status") != "registered":
             return 0.0
         said = self.entry.get("load_seconds")
-        known = isinstance(said, (int, float)) and 0.0 < said < _MOST_LOAD_SECONDS
-        return said if known else _LOAD_SECONDS
+        if isinstance(said, (int, float)) and 0.0 < said < _MOST_LOAD_SECONDS:
+            return float(said)
+        return _LOAD_SECONDS
 
 
 class Upstream:
