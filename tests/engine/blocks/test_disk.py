@@ -284,7 +284,7 @@ class Machine(RuleBasedStateMachine):
         self.store.close()
         self.open()
 
-    @precondition(lambda self: files(self.folder, "seg"))
+    @precondition(lambda self: bool(files(self.folder, "seg")))
     @rule(data=st.data())
     def tear(self, data: st.DataObject) -> None:
         """Cut a file while no process has it."""

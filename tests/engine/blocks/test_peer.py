@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from hashlib import sha256
+from zlib import crc32
 
 import pytest
 
@@ -119,7 +120,7 @@ def begin(connection: socket.socket, count: int) -> None:
     ask = module._receive(connection, module.Ask, until)
     proof = module._prove(KEY, b"paceline-kv-give", ask.nonce)
     module._send(connection, module.Have(count, proof), until)
-    checksum = module.crc32(BLOCKS[HASHES[0]], module.crc32(HASHES[0]))
+    checksum = crc32(BLOCKS[HASHES[0]], crc32(HASHES[0]))
     connection.sendall(module._LENGTH.pack(checksum) + BLOCKS[HASHES[0]])
 
 
