@@ -188,7 +188,8 @@ async def hit() -> dict[str, Any]:
 
 async def moves() -> dict[str, Any]:
     """Compare gaps of streams that move, and count what random moves lose."""
-    draw, gaps, same = random.Random(2), ([], []), True
+    draw, same = random.Random(2), True
+    gaps: tuple[list[float], list[float]] = [], []
     with Servers(*model_flags(), "--kv-port", "0") as servers:
         first, second = servers.start("first"), servers.start("second")
         for server in (first, second):

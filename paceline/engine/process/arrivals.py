@@ -31,6 +31,8 @@ __all__ = ["Arrivals"]
 # and at least so many seconds
 _LATE: Final = 2.0
 _PATIENCE: Final = 0.25
+# one that brings its rest sooner than that is computed goes on for this many times as long
+_LONGEST: Final = 4.0
 _LEAST_S: Final = 0.5
 # fetches under way at once; others wait, within their own deadlines
 _FETCHES: Final = 2
@@ -53,8 +55,12 @@ class _Part(NamedTuple):
 class _Fetch:
     """One fetch, which requests with the same prefix share."""
 
-    def __init__(self, hashes: list[bytes], parts: Sequence[_Part], deadline: float) -> None:
-        self.hashes, self.parts, self.deadline = hashes, parts, deadline
+    def __init__(
+        self, hashes: list[bytes], parts: Sequence[_Part], now: float, patience: float
+    ) -> None:
+        self.hashes, self.parts, self.began = hashes, parts, now
+        # the latter for the thread that reads
+        self.deadline, self.limit = now + patience, now + _LONGEST * patience
         # with the seconds that each waited for its adapter
         self.requests: list[tuple[GenerationRequest, float]] = []
         # blocks that are in the pool, and those that were read so far
@@ -126,9 +132,9 @@ class Arrivals:
                 return False
             taken = sum(p.link.seconds((p.stop - p.first) * keeper.block_bytes) for p in parts)
             computing = self._computing((stop - first) * keeper.kv.block_size)
-            patience = _PATIENCE * computing if math.isfinite(computing) else 0.0
-            deadline = now + max(self._least, _LATE * taken, patience)
-            fetch = self._fetches[hashes[first]] = _Fetch(hashes, parts, deadline)
+            share = _PATIENCE * computing if math.isfinite(computing) else 0.0
+            patience = max(self._least, _LATE * taken, share)
+            fetch = self._fetches[hashes[first]] = _Fetch(hashes, parts, now, patience)
             self._executor.submit(self._read, fetch)
         fetch.requests.append((request, adapter_wait))
         return True
@@ -141,7 +147,7 @@ class Arrivals:
             # read first: nothing comes after it
             ended = fetch.ended
             self._land(fetch)
-            if not ended and now < fetch.deadline and not fetch.stopped:
+            if not (ended or fetch.stopped) and self._goes_on(fetch, now):
                 continue
             fetch.stopped = True
             result = fetch.result if ended else "late"
@@ -151,6 +157,19 @@ class Arrivals:
             del self._fetches[head]
             over += fetch.requests
         return over
+
+    def _goes_on(self, fetch: _Fetch, now: float) -> bool:
+        """Whether to wait for a fetch; at its deadline, by the pace at which it came so far."""
+        if now < fetch.deadline:
+            return True
+        came, left = fetch.landed - fetch.parts[0].first, fetch.parts[-1].stop - fetch.landed
+        if not came or now >= fetch.limit:
+            return False
+        rest = (now - fetch.began) / came * left
+        if rest >= self._computing(left * self._keeper.kv.block_size):
+            return False
+        fetch.deadline = min(fetch.limit, now + rest)
+        return True
 
     def abort(self, sequence_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End waiting requests with a choice among the ids; return updates of all their choices."""
@@ -233,15 +252,11 @@ class Arrivals:
         began = self._clock()
         came, first = 0, math.nan
         try:
-            for data in part.source.read(
-                fetch.hashes[part.first : part.stop], fetch.deadline - began
-            ):
+            for data in part.source.read(fetch.hashes[part.first : part.stop], fetch.limit - began):
                 if came == 0:
                     first = self._clock() - began
                 came += len(data)
-                fetch.pieces.put(
-                    (part.name, data), timeout=max(0.0, fetch.deadline - self._clock())
-                )
+                fetch.pieces.put((part.name, data), timeout=max(0.0, fetch.limit - self._clock()))
                 if fetch.stopped:
                     return False
         except Full:

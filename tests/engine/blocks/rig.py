@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -167,7 +167,7 @@ class Lossy:
                 return
 
 
-def connect(engine: Engine, owner: Engine, faults: Sequence[str] = ()) -> None:
+def connect(engine: Engine, owner: Engine, faults: Iterable[str] = ()) -> None:
     """Let ``engine`` fetch from ``owner``."""
     source: BlockSource = Lossy(owner, iter(faults))
     engine.keeper.peer = lambda wanted: source if wanted == SOURCE else None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from paceline.core.memory.kv_cache import hash_prefix
@@ -232,6 +236,50 @@ def test_a_wait_is_worth_a_quarter_of_computing() -> None:
     second.now = 8.1
     second.step()
     assert not second.arrivals
+
+
+class Slow(MemoryStore):
+    """One of whose blocks come when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK)
+        self.gates: list[threading.Event] = []
+        self.came = threading.Semaphore(0)
+
+    def read(self, hashes: Sequence[bytes], timeout: float) -> Iterator[bytes]:
+        for each, gate in zip(hashes, self.gates, strict=False):
+            yield self.blocks[each]
+            self.came.release()
+            assert gate.wait(60)
+
+
+@pytest.mark.parametrize(("came", "goes_on"), [(1, False), (3, True)])
+def test_a_fetch_goes_on_if_its_rest_comes_sooner_than_computed(came: int, goes_on: bool) -> None:
+    store = Slow()
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    store.gates = [threading.Event() for _ in range(8)]
+    # five seconds a block, so the first deadline is a quarter of 40 s
+    second = Engine(store, computing=5.0 / 4)
+    second.arrivals._executor = ThreadPoolExecutor(1)
+    second.add("a", prompt(0))
+    for number in range(came):
+        assert store.came.acquire(timeout=60)
+        if number < came - 1:
+            store.gates[number].set()
+    second.now = 10.01
+    second.step()
+    # one block in that time: 70 s for the rest; three: 17 s, and 25 s to compute it
+    assert bool(second.arrivals) == goes_on
+    second.now = 50.0
+    second.step()
+    assert not second.arrivals, "four times as long is the most"
+    for gate in store.gates:
+        gate.set()
+    second.run()
+    second.arrivals.close()
+    assert len(second.tokens["a"]) == 4 and fetched(second)["disk", "hit"] == 4 * came
 
 
 def test_a_request_that_all_have_left_stops_its_fetch() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paceline.backends.reference.null import expected_tokens
 from paceline.core.memory.kv_cache import hash_prefix
 from paceline.engine.blocks.store import MemoryStore
-from tests.engine.blocks.rig import SOURCE, VOCAB, Engine, Inline, Lossy
+from tests.engine.blocks.rig import SOURCE, VOCAB, Engine, Inline, connect
 
 FAULTS = ("", "lost", "late", "half", "evicted")
 COUNT = 9
@@ -31,8 +31,7 @@ class Machine(RuleBasedStateMachine):
         self.homes: dict[str, int] = {}
         self.fault = ""
         for engine, other in zip(self.engines, reversed(self.engines), strict=True):
-            source = Lossy(other, self.faults())
-            engine.keeper.peer = lambda _, source=source: source
+            connect(engine, other, self.faults())
 
     def faults(self) -> Iterator[str]:
         while True:
