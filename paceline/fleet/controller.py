@@ -152,7 +152,7 @@ class Scaling:
         while self._needs and self._needs[-1][1] <= need:
             self._needs.pop()
         self._needs.append((now, need))
-        if now - self._needs[0][0] > _SHRINK_WINDOW:
+        while now - self._needs[0][0] > _SHRINK_WINDOW:
             self._needs.popleft()
         if self._changed_at is None:
             # nothing is known of the time before: a window passes first
