@@ -12,8 +12,8 @@ import pytest
 from paceline.cli.main import build_parser
 
 COMMANDS = (
-    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "quantize", "ps", "top",
-    "trace", "doctor", "plan", "simulate", "bench", "calibrate",
+    "serve", "gateway", "fleet", "chat", "run", "generate", "pull", "list", "rm", "quantize", "ps",
+    "top", "trace", "doctor", "plan", "simulate", "bench", "calibrate",
 )  # fmt: skip
 
 

@@ -29,6 +29,9 @@ from paceline.checkpoints.hub.pip_models import pull
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.engine.blocks.fingerprint import file_digests
+from paceline.files import make_private_folder
+from paceline.fleet.lock import ControllerLock
+from paceline.fleet.replica import start_replica
 from paceline.gateway.billing.ledger import Ledger
 from paceline.gateway.settings.prices import Used
 from paceline.server.batches.store import BatchStore
@@ -67,6 +70,10 @@ PLACES = {
     "web/what_if/trace.py": "in the places",
     "web/what_if/storage.py": "a folder by mkdtemp, which makes it 0700",
     "cli/simulation/what_if.py": "in that folder",
+    "cli/fleet/command.py": "the folder of a fleet, 0700",
+    "fleet/ray_host.py": "that folder on a node",
+    "fleet/lock.py": "0600, in that folder",
+    "fleet/replica.py": "0600, in that folder",
     "quantize/quantize.py": "copies of weights, which whoever may read the model may read",
     "backends/native/packed.py": "copies of weights, which whoever may read the model may read",
     "backends/native/build.py": "the compiled kernels, which whoever may run the package may read",
@@ -217,6 +224,23 @@ def test_what_an_earlier_version_left_open_is_closed(tmp_path: Path) -> None:
     assert len(public(tmp_path)) == 3
     BatchStore(folder, 1 << 20).close()
     assert public(tmp_path) == []
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_a_fleet_leaves_is_its_owners(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    make_private_folder(folder)
+    with ControllerLock(folder) as lock:
+        lock.take()
+    record = start_replica(folder, "chat-1", ("--no-such-flag",), "v", exit_unwatched=60.0,
+                           resources={}, environ=os.environ)  # fmt: skip
+    try:
+        assert {path.name for path in folder.iterdir()} == {
+            "lock", "chat-1.json", "chat-1.out", "chat-1.log"
+        }  # fmt: skip
+        assert public(tmp_path) == []
+    finally:
+        record.end(kill=True)
 
 
 def test_there_is_no_other_place_that_writes() -> None:
