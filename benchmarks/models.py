@@ -164,6 +164,8 @@ def one_model(callers: Callers, folder: Path, log: Path) -> dict[str, float]:
     """Return the rate of a server of one model in a folder over that of plain ``serve``."""
     model, *options = MODELS[0].split(",")
     flags = [f"--{option}" for option in options]
+    plain: tuple[str, ...]
+    several: tuple[str, ...]
     if model == "null":
         plain, several = ("--backend", "null"), ("--model", "a=null")
     else:

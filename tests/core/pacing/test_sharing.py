@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.core.pacing.test_first_token import predicted, state_with
 from tests.driving import Driver, make_request
 
 
-def trained(**config: object) -> Driver:
+def trained(**config: Any) -> Driver:
     """A driver whose steps take 10 ms, 0.1 ms for each prompt token, and 1 ms for each row."""
     driver = Driver(**config)
     for index in range(200):
