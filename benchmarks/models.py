@@ -2,7 +2,8 @@
 
 Method. ``paceline serve`` with two formats of one model, as two models, is asked over HTTP by
 callers that each wait for their answer. MODELS names them (default: smollm2-135m as int8 and q4;
-``null`` needs none), COUNT the requests of a flood for each, QUICK=1 takes fewer.
+``null`` needs none), COUNT the requests of a flood for each, FLAGS more flags of every server, such
+as ``--packed-cache 2GiB``. QUICK=1 takes fewer.
 
 * ``swap_s``: a request for the model that is not in memory, room for one, until its answer of one
   token, less that of a model in memory; median of the swaps.
@@ -41,6 +42,7 @@ from paceline.bench.machine import machine
 QUICK: Final = bool(os.environ.get("QUICK"))
 MODELS: Final = os.environ.get("MODELS", "smollm2-135m,dtype=int8 smollm2-135m,dtype=q4").split()
 COUNT: Final = int(os.environ.get("COUNT", "8" if QUICK else "60"))
+FLAGS: Final = os.environ.get("FLAGS", "").split()
 TOKENS: Final = 32
 CALLERS: Final = 4
 SWAPS: Final = 4 if QUICK else 12
@@ -99,7 +101,7 @@ def _together(work: list[Callable[[], None]]) -> None:
 
 @contextmanager
 def serving(*flags: str, log: Path) -> Iterator[PacelineServer]:
-    server = PacelineServer(*flags, "--no-ui", "--prefix-cache-memory", "1MiB", log=log)
+    server = PacelineServer(*flags, "--no-ui", "--prefix-cache-memory", "1MiB", *FLAGS, log=log)
     try:
         yield server
     finally:

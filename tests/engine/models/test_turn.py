@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.backends.reference.null import NullBackend
+from paceline.core.slo import Slo
 from paceline.engine.models.arbiter import Contender, choose_turn, longest_step
 from paceline.engine.models.turn import Turn, make_page, read_uses
+from paceline.engine.testing import null_core
+from tests.driving import make_request
 
 Steps = list[tuple[float, float]]
 
@@ -119,6 +123,48 @@ def test_a_place_is_free_again_after_its_engine(page: Path) -> None:
     for _ in range(300):
         Turn(page).close()
     assert read_uses(page) == []
+
+
+class _Neighbours:
+    """Processors with a busy neighbour; counts what a core says, and its turns."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[float, float, float]] = []
+        self.turns = 0
+        self.has_turn = False
+
+    def neighbours(self, now: float) -> tuple[float, float]:
+        return 0.03, 0.05
+
+    def planned(self, seconds: float, due: float, tightest_tpot: float) -> None:
+        self.plans.append((seconds, due, tightest_tpot))
+
+    def __enter__(self) -> None:
+        assert not self.has_turn
+        self.turns, self.has_turn = self.turns + 1, True
+
+    def __exit__(self, *_: object) -> None:
+        self.has_turn = False
+
+
+@pytest.mark.parametrize("step_time", [0.0, 0.001])
+def test_a_core_computes_each_step_in_a_turn_and_its_scheduler_knows_others(
+    step_time: float,
+) -> None:
+    backend, shared = NullBackend(vocab_size=997, step_time=step_time), _Neighbours()
+    core = null_core(backend)
+    backend.take_turns(shared)
+    core.turn = shared
+    core.add_request(make_request("r", 8, 4, slo=Slo(tpot=0.2)))
+    tokens = 0
+    while core.has_work:
+        tokens += sum(len(update.new_token_ids) for update in core.step())
+    assert tokens == 4 and core.num_steps == shared.turns == len(shared.plans)
+    assert (core.scheduler.state.chunk.away_s, core.scheduler.state.chunk.longest_s) == (0.03, 0.05)
+    # the first token's step has no pace yet
+    assert {tightest for *_, tightest in shared.plans} <= {0.2, math.inf}
+    assert 0.2 in {tightest for *_, tightest in shared.plans}
+    core.close()
 
 
 def test_the_turn_goes_to_who_would_be_late_then_to_who_used_least() -> None:
