@@ -85,7 +85,9 @@ def _ask(port: int, question: str, slo: dict[str, Any], sent: float, began: floa
 
 
 def _record() -> list[Lane]:
-    asked = [(question, {"class": "batch"}, 0.0) for question in _BATCH]
+    asked: list[tuple[str, dict[str, Any], float]] = [
+        (question, {"class": "batch"}, 0.0) for question in _BATCH
+    ]
     asked.append((QUESTION, {"ttft_ms": 500, "tpot_ms": 50}, ASKED))
     with (
         tempfile.TemporaryDirectory() as folder,
