@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.live_process import LiveServer
+from tests.server.live_process import LiveServer, live_server
 from tests.ui.conftest import OpenPage, say
 
 AXE = Path(__file__).parents[2] / "ui" / "node_modules" / "axe-core" / "axe.min.js"
@@ -19,6 +19,15 @@ def violations(page: Any) -> list[str]:
     page.evaluate(AXE.read_text(encoding="utf-8"))
     found = page.evaluate("(tags) => axe.run(document, {runOnly: tags})", TAGS)["violations"]
     return [f"{each['id']}: {node['html']}" for each in found for node in each["nodes"]]
+
+
+def test_axe_finds_nothing_in_a_choice_of_models(tmp_path: Path, open_page: OpenPage) -> None:
+    if not AXE.is_file():
+        pytest.skip("there is no axe-core (make test-ui installs it)")
+    with live_server(tmp_path / "log", config={"served_model_names": ["one", "two"]}) as server:
+        page = open_page(f"{server.url}/ui/")
+        page.get_by_label("What answers").select_option("two")
+        assert violations(page) == []
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
