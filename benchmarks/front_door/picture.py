@@ -63,7 +63,7 @@ class Lane(NamedTuple):
     pieces: Sequence[Piece]
 
 
-def _ask(port: int, question: str, slo: dict[str, Any], sent: float, began: float) -> Lane:
+def _ask(port: int, question: str, slo: dict[str, Any], sent: float, *, began: float) -> Lane:
     body = {
         "messages": [{"role": "user", "content": question}],
         "max_tokens": _TOKENS, "seed": 1, "slo": slo, "stream": True,
@@ -85,9 +85,8 @@ def _ask(port: int, question: str, slo: dict[str, Any], sent: float, began: floa
 
 
 def _record() -> list[Lane]:
-    asked: list[tuple[str, dict[str, Any], float]] = [
-        (question, {"class": "batch"}, 0.0) for question in _BATCH
-    ]
+    batch: dict[str, Any] = {"class": "batch"}
+    asked = [(question, batch, 0.0) for question in _BATCH]
     asked.append((QUESTION, {"ttft_ms": 500, "tpot_ms": 50}, ASKED))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -95,9 +94,9 @@ def _record() -> list[Lane]:
         ThreadPoolExecutor(len(asked)) as pool,
     ):
         # the first request of a server waits for what others do not
-        _ask(server.port, "Hello!", {}, 0.0, time.monotonic())
+        _ask(server.port, "Hello!", {}, 0.0, began=time.monotonic())
         began = time.monotonic()
-        return list(pool.map(lambda each: _ask(server.port, *each, began), asked))
+        return list(pool.map(lambda each: _ask(server.port, *each, began=began), asked))
 
 
 def drawing(lanes: Sequence[Lane]) -> str:
