@@ -18,9 +18,11 @@ from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core, build_tokenizer
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.types import EngineStats
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InvalidRequestError
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
+from paceline.server.app import service_of
+from paceline.server.batches.answering import _ENDPOINTS
 from tests.backends.torch.models import save_model
 from tests.server.helpers import connect, metric, scrape
 
@@ -154,6 +156,14 @@ async def test_only_an_admins_key_names_a_source(monkeypatch: pytest.MonkeyPatch
             response = await http.post(COMPLETIONS, json=sent, headers=headers)
             if "extra" not in wrong:
                 assert response.status_code == 400 and says in response.text
+
+
+async def test_a_batchs_line_names_no_source() -> None:
+    async with serving(NULL) as (_, client):
+        service = service_of(create_app(client, ServerConfig()))
+        for path in (COMPLETIONS, "/v1/chat/completions", "/inference/v1/generate"):
+            with pytest.raises(InvalidRequestError, match="kv_source is not served in batches"):
+                _ENDPOINTS[path](service, service.rules, {"kv_source": {}}, "", "a", 0.0)
 
 
 @pytest.mark.parametrize(
