@@ -1,6 +1,6 @@
 """Fleets: the choice among many engines, moves and updates under streams, the simulated day.
 
-Parts, each of which can be run alone (``PARTS=choice,moves,roll,faults,autoscale,sim``):
+Parts, each of which can be run alone (``PARTS=choice,moves``):
 
 * ``choice``: processor time of a choice among 16, 256 and 1,000 engines; see ``choice``;
 * ``moves``: ``MOVES`` (1,000) moves of 32 streams between two replicas of the null backend;
@@ -10,7 +10,9 @@ Parts, each of which can be run alone (``PARTS=choice,moves,roll,faults,autoscal
   three actors, idle;
 * ``autoscale``: a day of ``HOURS`` (4) in the simulator, which the controller of ``paceline fleet``
   drives; see ``simulated``;
-* ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests.
+* ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests;
+* ``restart``, ``peer``: prompts that are not computed again; see ``blocks``, whose third part moves
+  streams of 4,096 tokens.
 
 QUICK=1 takes 64 moves and a small simulation. Prints its findings on standard error as it goes and,
 last, one JSON line, in which ``unmeasured`` names what was not measured, and why.
@@ -33,6 +35,7 @@ import httpx
 
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.unmeasured import Unmeasured
+from benchmarks.fleet.blocks import hit, restart
 from benchmarks.fleet.choice import choice_ms
 from benchmarks.fleet.faults import FOUND
 from benchmarks.fleet.live import KEY, Fleet, Streams, running_fleet
@@ -41,10 +44,8 @@ from paceline.bench.machine import machine
 
 __all__ = ["main"]
 
-PARTS: Final = ("choice", "moves", "roll", "faults", "autoscale", "sim")
+PARTS: Final = ("choice", "moves", "roll", "faults", "autoscale", "sim", "restart", "peer")
 _NOT_HERE: Final = {
-    "restart": "a store of blocks on disk is not part of the fleet yet",
-    "peer": "blocks do not travel between replicas yet",
     "pd": "replicas have no roles yet",
     "ray_serve": "Ray Serve as a peer is not measured yet",
     "sim faults": "replicas of the simulator do not fail",
@@ -145,6 +146,8 @@ def main() -> int:
         "faults": _faults,
         "autoscale": lambda: autoscale(hours),
         "sim": lambda: thousand(*size),
+        "restart": lambda: asyncio.run(restart()),
+        "peer": lambda: asyncio.run(hit()),
     }
     unmeasured = Unmeasured()
     results: dict[str, Any] = {}

@@ -41,6 +41,7 @@ from benchmarks.common.processes import Unavailable
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
 from paceline.backends.reference.null import expected_tokens
+from paceline.bench.machine import machine
 
 __all__ = ["PARTS", "hit", "moves", "restart"]
 
@@ -307,7 +308,7 @@ def main() -> int:
         raise SystemExit(f"unknown part {unknown[0]!r}: choose of {', '.join(PARTS)}")
     results = {NAMES[name]: asyncio.run(PARTS[name]()) for name in named}
     print(*rows(results), sep="\n")
-    print(json.dumps({"bench": "fleet", "results": results}))
+    print(json.dumps({"bench": "fleet", "machine": machine(), "results": results}))
     return 0 if all(each.get("same") and not each.get("lost") for each in results.values()) else 1
 
 

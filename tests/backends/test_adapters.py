@@ -51,7 +51,9 @@ class Sequence:
         self._adapters: list[RowAdapter | None] | None = None
         if values is not None:
             assert loaded.make_adapter is not None
-            self._adapters = [RowAdapter(loaded.make_adapter(values, floats=True), 1.0)]
+            self._adapters = [
+                RowAdapter(loaded.make_adapter(values, floats=True, pause=lambda: None), 1.0)
+            ]
 
     def feed(self, tokens: list[int]) -> NDArray[np.float64]:
         count = len(tokens)

@@ -201,7 +201,7 @@ async def test_few_places_serve_many_adapters(folder: Path, exact: dict[str, lis
         (info,) = samples["vllm:lora_requests_info"]
         assert info.labels["running_lora_adapters"] == info.labels["waiting_lora_adapters"] == ""
         count = {s.name: s.value for each in samples.values() for s in each}
-        assert count["paceline:adapter_loads_total"] >= 6
+        assert count["paceline:adapter_loads_total"] >= 5
         assert count["paceline:adapter_evictions_total"] == books.num_evicted
         assert count["paceline:adapters_resident"] == 1
         assert count["paceline:adapter_wait_seconds_total"] > 0

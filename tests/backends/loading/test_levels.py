@@ -124,5 +124,5 @@ def test_bits_of_what_files_store() -> None:
         ("Q8_0", 8.5),
     ):
         assert stored_bits(name) == bits
-    with pytest.raises(ValueError, match="'Q9' is no type"):
+    with pytest.raises(ValueError, match="'Q9' is not a type"):
         stored_bits("Q9")

@@ -136,7 +136,9 @@ def test_layers_that_are_not_asked_for_are_in_no_model_s_way(tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     rewrite(tmp_path, {}, {"mtp.layers.0.input_layernorm.weight": torch.zeros(48)})
     _load(tmp_path, draft_mtp=False)
-    with pytest.raises(ConfigError, match=r"beside mimo, qwen3, qwen3_moe.* is a llama, .* 1 tens"):
+    with pytest.raises(
+        ConfigError, match=r"together with mimo, qwen3, qwen3_moe.* is a llama, .* 1 tens"
+    ):
         _load(tmp_path)
 
 
@@ -202,7 +204,9 @@ def test_what_cannot_guess_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"though its config.json names 1"):
         _load(tmp_path / "plain")
     save_model(tmp_path / "llama", "llama")
-    with pytest.raises(ConfigError, match=r"beside mimo, qwen3, qwen3_moe, and .* is a llama$"):
+    with pytest.raises(
+        ConfigError, match=r"together with mimo, qwen3, qwen3_moe, and .* is a llama$"
+    ):
         _load(tmp_path / "llama")
     file = write_gguf(tmp_path / "model.gguf", "qwen3", make_model("qwen3"))
     with pytest.raises(ConfigError, match="a GGUF file, of which MTP layers are"):
