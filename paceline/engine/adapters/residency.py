@@ -90,6 +90,10 @@ class Residency:
         assert key not in self._entries, f"adapter {key} is registered"
         self._entries[key] = _Entry(num_bytes)
 
+    def is_forgotten(self, key: str) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.forgotten
+
     def lease(self, key: str) -> None:
         """Keep a registered adapter, which does not drain, until ``release``."""
         assert key in self._entries, f"adapter {key} is not registered"

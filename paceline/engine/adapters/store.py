@@ -251,7 +251,7 @@ class AdapterStore:
             due: time at which its first token is due.
         """
         adapter = self._adapters.get(key)
-        if adapter is None:
+        if adapter is None or adapter.forgotten or self._books.is_forgotten(key):
             raise UnknownModelError("the adapter of this request was unloaded", "model")
         _raise_failure(adapter)
         if request_id in self._uses:

@@ -164,6 +164,9 @@ def test_a_forgotten_adapter_goes_with_its_last_request(
     settle(store)
     store.forget("a")
     assert store.use_of("r") is not None
+    # a request that had looked its name up before
+    with pytest.raises(UnknownModelError, match="was unloaded"):
+        store.lease("late", "a", 1.0)
     store.release_except(set())
     assert settle(store) == {"a": "gone"}
     assert not backend.slots
@@ -355,11 +358,15 @@ def test_draining_ends_with_the_request_that_it_was_for(
     settle(store, 2.0)
     settle(store, 4.0)
     assert store.books.is_draining("b")
+    # one that is forgotten drains on, and goes with its last request: none may wait behind it
+    store.forget("b")
+    with pytest.raises(UnknownModelError):
+        store.lease("behind", "b", 1.0)
     store.release_except({"a", "b", "c", "late"})
     settle(store, 5.0)
-    store.lease("more", "b", 1.0)
-    assert store.use_of("more") is not None
     assert not store.books.is_draining("b")
+    store.lease("more", "c", 1.0)
+    assert store.use_of("more") is not None
 
 
 def test_the_wait_for_an_adapter_is_learned(store: AdapterStore, backend: Backend) -> None:
