@@ -92,6 +92,9 @@ def digest_of(entry: Mapping[str, Any]) -> str:
     if isinstance(entry.get("digest"), str):
         # Paceline's: of weights, formats and template
         entry = {"digest": entry["digest"]}
+    elif entry.get("owned_by") == "paceline":
+        # one of several models, which has none before it was in memory
+        return ""
     told = {name: value for name, value in entry.items() if name not in _PASSING}
     if not told:
         return ""

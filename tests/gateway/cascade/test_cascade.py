@@ -454,6 +454,14 @@ async def test_a_calibration_of_other_models_is_refused(tmp_path: Path) -> None:
         await gateway.close()
 
 
+def test_a_digest_does_not_follow_what_a_model_does() -> None:
+    card = {"id": "m", "owned_by": "paceline", "status": {"value": "unloaded", "requests": 0}}
+    # one of several models has no digest before it was in memory
+    assert digest_of(card) == digest_of(card | {"status": {"value": "loading"}}) == ""
+    loaded = card | {"digest": "d"}
+    assert digest_of(loaded) == digest_of(loaded | {"status": {"value": "running"}}) != ""
+
+
 async def test_a_model_that_is_replaced_under_way_is_not_judged(tmp_path: Path) -> None:
     path = calibration(tmp_path)
     async with cascade(said("small", *SURE), LARGE, calibration=path) as (_, _, gateway, http):
