@@ -330,6 +330,10 @@ class Run:
         try:
             await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
             if not gate.ready.is_set():
+                if early is not None:
+                    # the large model is not asked twice at once
+                    dropped, early = early, None
+                    await dropped.drop()
                 if await self._no_prefix(task, gate, prompt, small, plain=plain):
                     await self._prefix(prompt, small, wait, plain=True)
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,22 @@ async def test_a_caller_that_hangs_up_ends_both(tmp_path: Path) -> None:
         with pytest.raises(httpx.ReadTimeout):
             await http.post(CHAT, json=asked(stream=True), timeout=0.5)
         await until(lambda: one.hung_up == 1 and two.hung_up == 1 and is_clean(gateway))
+
+
+@pytest.mark.parametrize("why", [b"no", b"no logprobs"])
+async def test_where_the_small_model_has_no_first_token_no_model_is_asked_twice_at_once(
+    tmp_path: Path, why: bytes
+) -> None:
+    stalls = Step(parts=told(["x", "y"]).parts[:1], then="stall")
+    refusal = Step(status=400, parts=(why,), stream=False, delay=0.3)
+    async with cascade(
+        (refusal, stalls), stalls, calibration=calibration(tmp_path), **MANY
+    ) as (one, two, gateway, http):  # fmt: skip
+        gateway.hedges._saved = 1.0
+        request = asyncio.ensure_future(http.post(CHAT, json=asked(stream=True)))
+        # the early request is cut although the one that follows goes on
+        await until(lambda: two.hung_up == 1)
+        await until(lambda: len(one.bodies) + len(two.bodies) == 3)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        await until(lambda: is_clean(gateway))
