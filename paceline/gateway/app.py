@@ -360,6 +360,8 @@ class Gateway:
                 told.append(f"{name} {old} -> {new}")
         self.config, self.keys = config, keys
         self.routes = Routes(config, self.upstreams.by_name, self.upstreams.pools)
+        if cascades is NO_CASCADES:
+            await self._cascades.close()
         self.policy, self._cascades = policy, cascades
         self.flow_control.change(config)
         self._picker.change(config.slow_factor)
@@ -372,6 +374,11 @@ class Gateway:
         self.spending.start()
         await self.upstreams.start()
         self._cascades.check()
+
+    async def begin_draining(self) -> None:
+        """Take no new requests, and end what runs for no caller."""
+        self.draining = True
+        await self._cascades.close()
 
     async def close(self) -> None:
         await self._cascades.close()

@@ -106,7 +106,7 @@ async def serve_gateway(
         address = listener.getsockname()
         on_ready(address[0], address[1])
         await _first_of(stop.wait(), asyncio.shield(serving))
-        gateway.draining = True
+        await gateway.begin_draining()
         if gateway.in_flight:
             _log.info("draining in_flight=%d", gateway.in_flight)
             with contextlib.suppress(TimeoutError):

@@ -6,7 +6,7 @@ NumPy is imported with the decision itself, so a gateway without cascades never 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -20,9 +20,6 @@ from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.prices import Used
 from paceline.routing import Demand, HedgeBudget
-
-if TYPE_CHECKING:
-    from paceline.routing.cascade import Conversations
 
 __all__ = ["NO_CASCADES", "Answering", "Asked", "NoCascades", "Relaying", "Usage"]
 
@@ -50,6 +47,8 @@ class Relaying(Protocol):
     spending: Spending
     hedges: HedgeBudget
     config: GatewayConfig
+    # it takes no new requests, and ends with the last one
+    draining: bool
     now: Callable[[], float]
 
     async def relay(self, asked: Asked, note: Mapping[str, Any] = NO_NOTE) -> Usage:
@@ -65,11 +64,6 @@ Answering = Callable[[Asked], Awaitable[None]]
 
 class NoCascades:
     """Cascades of a configuration without any."""
-
-    @property
-    def conversations(self) -> Mapping[str, Conversations]:
-        """Conversations that were handed to the large model, by model."""
-        return {}
 
     def find(self, path: str, body: Body, route: Route) -> Answering | None:
         """Return what answers a request; None: it goes to its model as all others do."""

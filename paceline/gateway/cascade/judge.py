@@ -113,6 +113,12 @@ class Judge:
                 )
             self.asks_logprobs = "cascade" in self._scales
 
+    def follow(self, before: Judge) -> None:
+        """Keep what the judge before a reload has learned, as far as it still holds."""
+        self.conversations = before.conversations
+        if (self.config, self._calibration) == (before.config, before._calibration):
+            self.audit = before.audit
+
     @property
     def has_scores(self) -> bool:
         """Whether anything but exact faults decides."""
@@ -185,11 +191,6 @@ class Judge:
         return self._scales[mode].threshold(self._wait) + shift
 
     # ---------------------------------------------------------------- audits
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether audited requests lose more than the bound, by more than chance."""
-        return self.audit.is_broken(self._max_loss)
 
     @property
     def _max_loss(self) -> float:

@@ -13,7 +13,6 @@ one, that one answers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import partial
 
 from paceline.errors import ConfigError
@@ -34,7 +33,6 @@ from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.routes import Route
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import TEXT_PATHS
-from paceline.routing.cascade import Conversations
 
 __all__ = ["Cascades"]
 
@@ -57,20 +55,14 @@ class Cascades(NoCascades):
             for model in config.models
             if model.cascade is not None
         }
-        for name, conversations in before.conversations.items():
-            if name in self._judges:
-                # conversations outlast a reload
-                self._judges[name].conversations = conversations
-        # a reload ends no comparison
-        self._shadows: Shadows = (
-            before._shadows if isinstance(before, Cascades) else Shadows(gateway)
-        )
+        self._shadows = Shadows(gateway)
+        if isinstance(before, Cascades):
+            # a reload ends no comparison
+            self._shadows = before._shadows
+            for name in self._judges.keys() & before._judges.keys():
+                self._judges[name].follow(before._judges[name])
         # models whose calibration was found not to hold, so that the log says it once
         self._told: set[str] = set()
-
-    @property
-    def conversations(self) -> Mapping[str, Conversations]:
-        return {name: judge.conversations for name, judge in self._judges.items()}
 
     def find(self, path: str, body: Body, route: Route) -> Answering | None:
         judge = self._judges.get(route.model)

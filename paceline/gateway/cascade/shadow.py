@@ -61,7 +61,7 @@ class Shadows:
             mode: how the request was decided.
         """
         # the data policy comes before all else
-        if asked.route.local_only or len(self._running) >= _MOST:
+        if asked.route.local_only or self._gateway.draining or len(self._running) >= _MOST:
             return
         if random.random() < judge.config.shadow:
             task = asyncio.ensure_future(self._guarded(judge, asked, prompt, small, body, mode))
@@ -100,7 +100,7 @@ class Shadows:
             found.append((said, bytes(gate.body)))
         (one, small_answer), (other, large_answer) = found
         judge.audited(mode, prompt, one, differs=not agree(one.answer, other.answer))
-        self._gateway.metrics.cascade_audited(judge.model, judge.audit.loss, judge.is_broken)
+        self._gateway.metrics.cascade_audited(judge.model, judge.audit.loss, judge.audit.is_broken)
         if judge.config.shadow_file:
             fields = asked.body.fields
             told: Mapping[str, msgspec.Raw] = {
@@ -126,6 +126,7 @@ async def _stays() -> Message:
 def _append(path: Path, line: Shadow) -> None:
     """Add a line. Raises OSError."""
     with open(path, "ab", opener=private_opener) as file:
-        if file.tell() < _MOST_BYTES:
-            # a line of its own also behind half a line
-            file.write(b"\n" + msgspec.json.encode(line))
+        if file.tell() >= _MOST_BYTES:
+            raise OSError(f"{path} has {file.tell()} bytes: none is added beyond {_MOST_BYTES}")
+        # a line of its own also behind half a line
+        file.write(b"\n" + msgspec.json.encode(line))

@@ -28,24 +28,30 @@ class Audit:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        # losses, and the bounds that held then
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self.shift = 0.0
 
     @property
     def loss(self) -> float:
         """Mean loss of the latest audited requests; NaN without any."""
-        return sum(self._recent) / len(self._recent) if self._recent else math.nan
+        return self._mean(0) if self._recent else math.nan
+
+    def _mean(self, which: int) -> float:
+        return sum(each[which] for each in self._recent) / len(self._recent)
 
     def add(self, loss: float, max_loss: float) -> None:
         """Take in a request's loss, 0 where the large model would have answered."""
-        self._recent.append(loss)
+        self._recent.append((loss, max_loss))
         self.shift = max(0.0, self.shift + _STEP * (loss - max_loss))
 
-    def is_broken(self, max_loss: float) -> bool:
-        """Whether the loss exceeds a bound by more than chance: Wilson's lower limit does."""
+    @property
+    def is_broken(self) -> bool:
+        """Whether the loss exceeds the mean bound by more than chance: Wilson's lower limit
+        does."""
         count = len(self._recent)
         if count < _LEAST:
             return False
         mean, square = self.loss, _SURE**2
         spread = _SURE * math.sqrt(mean * (1.0 - mean) / count + square / (4.0 * count**2))
-        return (mean + square / (2.0 * count) - spread) / (1.0 + square / count) > max_loss
+        return (mean + square / (2.0 * count) - spread) / (1.0 + square / count) > self._mean(1)
