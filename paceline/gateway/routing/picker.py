@@ -244,10 +244,10 @@ class Picker:
         self, endpoints: Sequence[Endpoint], demand: Demand, now: float, slow: Collection[str]
     ) -> Pick:
         if len(endpoints) == 1:
-            load = endpoints[0].upstream.load
-            return Pick(endpoints[0], load.view(demand, now))
-        known = [
-            endpoint.upstream.load.view(
+            return Pick(endpoints[0], _view(endpoints[0], demand, now, 1.0))
+        views = [
+            _view(
+                endpoint,
                 demand,
                 now,
                 TRICKLE
@@ -255,12 +255,6 @@ class Picker:
                 else endpoint.upstream.share_of(endpoint.model, now),
             )
             for endpoint in endpoints
-        ]
-        # an engine that has the adapter comes first where others would have to load it
-        views = [
-            replace(view, ttft=view.ttft + load) if load else view
-            for view, endpoint in zip(known, endpoints, strict=True)
-            for load in [endpoint.upstream.load_seconds(endpoint.model)]
         ]
         index = _forgotten(endpoints, views, demand, now)
         if index is None:
@@ -290,6 +284,14 @@ class Picker:
 
 def _was_tried(endpoint: Endpoint, tried: Tried) -> bool:
     return endpoint.upstream.name in tried or endpoint.key in tried
+
+
+def _view(endpoint: Endpoint, demand: Demand, now: float, share: float) -> EngineView:
+    """Return an engine as a choice sees it: one that has the adapter comes before one that would
+    have to load it."""
+    view = endpoint.upstream.load.view(demand, now, share)
+    load = endpoint.upstream.load_seconds(endpoint.model)
+    return replace(view, ttft=view.ttft + load) if load else view
 
 
 def _forgotten(

@@ -25,7 +25,7 @@ def chosen(*engines: Upstream) -> set[str]:
     """Engines that 20 requests for the adapter would be sent to."""
     picker = Picker(random.Random(1))
     endpoints = [Endpoint(engine, "sql", 0) for engine in engines]
-    return {picker._choose(endpoints, DEMAND, 1.0).endpoint.upstream.name for _ in range(20)}
+    return {picker._choose(endpoints, DEMAND, 1.0, ()).endpoint.upstream.name for _ in range(20)}
 
 
 def test_the_load_is_part_of_the_predicted_time() -> None:
@@ -36,7 +36,9 @@ def test_the_load_is_part_of_the_predicted_time() -> None:
     # it is no hard rule: far more work ahead costs more than a load
     warm.load.prefill_tokens += 1e6
     assert chosen(cold, warm) == {"registered"}
-    assert chosen(cold) == {"registered"}
+    # also where there is no choice: what is predicted is compared with what is measured
+    view = Picker(random.Random(1))._choose([Endpoint(cold, "sql", 0)], DEMAND, 1.0, ()).view
+    assert view.ttft == cold.load.view(DEMAND, 1.0).ttft + 0.3
 
 
 def test_a_request_that_was_sent_has_its_engine_load_the_adapter_once() -> None:
