@@ -360,12 +360,13 @@ class Gateway:
                 told.append(f"{name} {old} -> {new}")
         self.config, self.keys = config, keys
         self.routes = Routes(config, self.upstreams.by_name, self.upstreams.pools)
-        if cascades is NO_CASCADES:
-            await self._cascades.close()
-        self.policy, self._cascades = policy, cascades
+        # no request may meet half of a configuration: all changes before the next await
+        self.policy, before_cascades, self._cascades = policy, self._cascades, cascades
         self.flow_control.change(config)
         self._picker.change(config.slow_factor)
         self.flow_control.pump()
+        if cascades is NO_CASCADES:
+            await before_cascades.close()
         return told + fixed
 
     async def start(self) -> None:
