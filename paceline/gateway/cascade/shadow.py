@@ -92,7 +92,10 @@ class Shadows:
             (small, body),
             (asked.route, without_logprobs(asked.body, stream=False)),
         ):
-            gate = await self._ask(replace(asked, route=route, body=each, allowed=_ALLOWED))
+            # an answer that no caller gets is not for its list of stored ones
+            fields = {name: value for name, value in each.fields.items() if name != "store"}
+            unstored = replace(each, fields=fields)
+            gate = await self._ask(replace(asked, route=route, body=unstored, allowed=_ALLOWED))
             said = read_said(bytes(gate.body), prompt) if gate.status == 200 else None
             if said is None:
                 _log.info("cascade_shadow_failed model=%s status=%d", judge.model, gate.status)

@@ -42,11 +42,13 @@ async def test_both_models_are_asked_once_the_caller_has_its_answer(tmp_path: Pa
         said("Yes.", *SURE), said("no"), calibration=calibration(tmp_path), shadow=1.0,
         shadow_file=str(file), gateway=more,
     ) as (one, two, gateway, http):  # fmt: skip
-        body = asked(stream=True, user="ann", tools=TOOLS, max_tokens=9)
+        body = asked(stream=True, user="ann", tools=TOOLS, max_tokens=9, store=True)
         response = await http.post(CHAT, json=body)
         assert by(response) == "small"
         await until(lambda: len(lines(file)) == 1 and is_clean(gateway))
         assert len(one.bodies) == 2 and len(two.bodies) == 1
+        assert one.bodies[0]["store"] is True
+        assert "store" not in one.bodies[1] and "store" not in two.bodies[0]
         # whole, with what the calibration reads
         assert one.bodies[1]["logprobs"] is True and not two.bodies[0].get("stream")
         (line,) = lines(file)
