@@ -93,8 +93,8 @@ class Shadows:
             (asked.route, without_logprobs(asked.body, stream=False)),
         ):
             # an answer that no caller gets is not for its list of stored ones
-            fields = {name: value for name, value in each.fields.items() if name != "store"}
-            unstored = replace(each, fields=fields)
+            kept = {name: value for name, value in each.fields.items() if name != "store"}
+            unstored = replace(each, fields=kept)
             gate = await self._ask(replace(asked, route=route, body=unstored, allowed=_ALLOWED))
             said = read_said(bytes(gate.body), prompt) if gate.status == 200 else None
             if said is None:
