@@ -28,7 +28,7 @@ _FOLDER: Final = Path(__file__).with_name("calibration")
 
 
 class Reader(Protocol):
-    """What is needed of the model's tokenizer, ``engine.text.tokenizer.HFTokenizer``."""
+    """The part of the model's tokenizer, ``engine.text.tokenizer.HFTokenizer``, that is used."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -1,5 +1,5 @@
-"""What the middleware asks the engine about a request that has no tokens yet: whether it would be
-refused now, and when its first token is predicted.
+"""Forecast for a request that has no tokens yet, which the middleware asks of the engine: whether
+it would be refused now, and when its first token is predicted.
 
 A refusal before vLLM's tokenizer and queue costs neither of them anything. The engine answers from
 the state that its own door decides by. The number of tokens is estimated there, by characters; so a

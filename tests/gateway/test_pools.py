@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from paceline.gateway import EngineConfig, Gateway, GatewayConfig, ModelConfig
 from paceline.gateway.settings.config import PoolConfig, check_config
 from paceline.gateway.upstreams.pools import UNHEARD_SECONDS, Pools
 from paceline.http.keys import ApiKey, KeyRing
+from tests.docs.pages import DOCS, blocks
 from tests.gateway.fault_server import PACELINE_METRICS, Engine, Step, chat_chunks, scripted
 from tests.gateway.helpers import CHAT, GOOD, chat, gateway_over, is_clean, streamed, text_of, until
 
@@ -85,6 +87,19 @@ async def test_a_gateway_starts_empty_and_serves_what_it_is_told() -> None:
         assert 'gateway_pool_age_seconds{pool="chat"}' in (await client.get("/metrics")).text
         listed = (await client.get("/admin/pools")).json()["pools"]["chat"]
         assert listed["epoch"] == 1 and list(listed["engines"]) == [f"c{engine.port}"]
+
+
+async def test_the_word_on_the_page() -> None:
+    """docs/operate/fleet.md shows a PUT, of two engines on other hosts."""
+    (block,) = [b for b in blocks(DOCS / "operate/fleet.md") if "-X PUT" in b.code]
+    async with pool_over(GOOD, GOOD) as ((one, two), _, client):
+        word = block.code.partition("-d '")[2].partition("'")[0]
+        word = word.replace("10.0.0.7:41877", f"127.0.0.1:{one.port}")
+        body = json.loads(word.replace("10.0.0.5:41877", f"127.0.0.1:{two.port}"))
+        engines = (await told(client, body))["engines"]
+        assert {name: each["draining"] for name, each in engines.items()} == {
+            "chat-4": False, "chat-2": True,
+        }  # fmt: skip
 
 
 async def test_engines_of_a_pool_keep_their_own_models_where_none_is_configured() -> None:

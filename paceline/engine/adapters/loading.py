@@ -26,7 +26,7 @@ _PAUSE: Final = 2.5e-3
 
 
 class LoadingThread(Protocol):
-    """What loads adapters, one after another: a ThreadPoolExecutor of one thread, or a fake."""
+    """Loader of adapters, one after another: a ThreadPoolExecutor of one thread, or a fake."""
 
     def submit(self, work: Callable[..., Any], /, *args: Any) -> Future[Any]: ...
 

@@ -1,4 +1,4 @@
-"""What fetching takes from one place, learned from fetches."""
+"""Time that fetches from one place take, learned from fetches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine keeps and gives away, made of its settings."""
+"""Keeper of blocks, made from an engine's settings."""
 
 from __future__ import annotations
 

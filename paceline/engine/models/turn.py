@@ -80,7 +80,7 @@ class _Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnUse:
-    """What one engine did with its turns so far."""
+    """Use that one engine has made of its turns so far."""
 
     pid: int
     used_seconds: float

@@ -261,7 +261,7 @@ class Upstream:
 
     @property
     def kv_source(self) -> dict[str, str] | None:
-        """Where other engines fetch what it has computed; None: nowhere, or it is gone."""
+        """The address at which other engines fetch its blocks; None: it has none, or is gone."""
         kv = self.capabilities.kv
         if kv is None or self.trouble or self.is_unreachable:
             return None

@@ -1,4 +1,4 @@
-"""From the name in a request to the service of its model, held by a lease.
+"""Lookup of the service of the model that a request names, held by a lease.
 
 ::
 

@@ -1,4 +1,4 @@
-"""When a request of a fleet last came: whether anything still watches this replica."""
+"""Time of a fleet's last request, by which a replica knows whether anything still watches it."""
 
 from __future__ import annotations
 

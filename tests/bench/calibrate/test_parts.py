@@ -26,6 +26,7 @@ from paceline.bench.calibrate.curves import (
 )
 from paceline.bench.calibrate.labels import Check, Label, read_labels
 from paceline.errors import ConfigError
+from tests.docs.pages import DOCS, blocks
 from tests.gateway.fault_server import Step, scripted
 
 GRADED = Step()
@@ -83,6 +84,17 @@ def test_bad_labels_are_named(tmp_path: Path, line: str, words: str) -> None:
     path.write_text(line)
     with pytest.raises(ConfigError, match=words):
         read_labels(path)
+
+
+def test_labels_on_the_page(tmp_path: Path) -> None:
+    """docs/operate/gateway.md shows a label with each kind of checker but one."""
+    (block,) = [b for b in blocks(DOCS / "operate/gateway.md") if '"check": {"exact"' in b.code]
+    path = tmp_path / "labels"
+    path.write_text(block.code)
+    arithmetic, capital, *_ = labels = read_labels(path)
+    assert quality(arithmetic, "4.") == quality(capital, "It is Paris.") == 1.0
+    assert quality(arithmetic, "5") == quality(capital, "It is Rome.") == 0.0
+    assert [label.check.timeout for label in labels[2:]] == [5, Check().timeout]
 
 
 def test_answers_outlast_a_run_that_was_killed(tmp_path: Path) -> None:
