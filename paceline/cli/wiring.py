@@ -178,7 +178,8 @@ def _keeper_maker(
         port=settings.kv_port,
         host=settings.kv_host,
     )
-    files = () if settings.model_path is None else model_files(Path(settings.model_path))
+    path = settings.weights_path or settings.model_path
+    files = () if path is None else model_files(Path(path))
     return partial(open_keeper, backend=backend, settings=wanted, files=files)
 
 

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,10 @@ _MAGIC: Final = b"paceline packed 1"
 _SUFFIX: Final = ".packed"
 # four bits that were made of a model in 16, which count like copies
 _FEW_BITS: Final = ".q4.gguf"
+# the folder of layers that are done of them, which ``paceline quantize`` locks while it runs, and
+# the file until it is whole
+_PARTS: Final = ".parts"
+_UNFINISHED: Final = ".partial"
 _PARTIAL: Final = ".part"
 # bytes per write call
 _CHUNK: Final = 64 << 20
@@ -187,13 +192,23 @@ class PackedCopies:
                     part.unlink()
                 else:
                     taken += part.stat().st_size
+        others: list[tuple[float, int, Path]] = []
+        for folder in self.folder.glob(f"*{_FEW_BITS}{_PARTS}"):
+            # those of the file that is about to be made are part of its size
+            if folder == path.with_name(f"{path.name}{_PARTS}"):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                of_parts = sum(file.stat().st_size for file in folder.iterdir())
+                if _is_abandoned(folder):
+                    others.append((folder.stat().st_mtime, of_parts, folder))
+                else:
+                    taken += of_parts
         if taken + size > self.max_bytes:
             text = (
                 f"{size >> 20} MiB do not fit beside {taken >> 20} MiB that other processes are "
                 f"writing into the {self.max_bytes >> 20} MiB of --packed-cache"
             )
             raise OSError(errno.EDQUOT, text)
-        others: list[tuple[float, int, Path]] = []
         kept = (*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f"*{_FEW_BITS}"))
         for file in kept:
             with contextlib.suppress(FileNotFoundError):
@@ -205,7 +220,7 @@ class PackedCopies:
         for _, of_file, file in sorted(others):
             if taken + size <= self.max_bytes:
                 return
-            file.unlink(missing_ok=True)
+            _remove(file)
             taken -= of_file
             _log.info("packed_copy=%s removed: used longest ago", file)
 
@@ -239,8 +254,11 @@ def _is_abandoned(part: Path) -> bool:
     if age < _NEW_S:
         return False
     try:
-        with part.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        handle = os.open(part, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(handle)
     except FileNotFoundError:
         raise
     except BlockingIOError:
@@ -248,6 +266,15 @@ def _is_abandoned(part: Path) -> bool:
     except OSError:
         return age > _ABANDONED_S
     return True
+
+
+def _remove(path: Path) -> None:
+    """Remove a copy, or a folder of parts with the file that was not finished."""
+    if path.suffix == _PARTS:
+        path.with_suffix(_UNFINISHED).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _fill(file: int, piece: memoryview) -> None:

@@ -438,7 +438,12 @@ def successor(settings: EngineSettings, before: EngineInfo, number: int) -> Engi
     """Return the settings of engine ``number`` that replaces one. It has the same size and NUMA
     nodes, whatever memory is free now, so that all admitted requests and adapters still fit; other
     nodes if it may not run on these any more. Its recording goes to a file of its own."""
+    weights = settings.weights_path
+    if weights is not None and not Path(weights).exists():
+        _log.warning("four_bits=%s gone: the model's own weights are rounded instead", weights)
+        weights = None
     return settings.changed(
+        weights_path=weights,
         num_blocks=before.num_blocks,
         kv_cache_bytes=None,
         max_model_len=before.max_model_len,

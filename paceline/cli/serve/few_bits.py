@@ -2,8 +2,8 @@
 
 Rounding each weight by itself while loading loses far more than ``paceline quantize`` does, which
 takes minutes to hours. So the first start serves int8 at once, and the command runs next to it, in
-a process of its own at the lowest priority; its file is kept next to the copies of packed weights,
-and later starts take their weights from there.
+a process of its own at the lowest priority, which ends with the server; its file is kept next to
+the copies of packed weights, and later starts take their weights from there.
 """
 
 from __future__ import annotations
@@ -29,13 +29,35 @@ from paceline.checkpoints.open import OpenedEncoder, open_model
 from paceline.cli.flags.settings import EngineSettings
 from paceline.errors import ConfigError
 
-__all__ = ["FewBits", "Making", "few_bits"]
+__all__ = ["FewBits", "Making", "few_bits", "run_beside"]
 
 _log = logging.getLogger("paceline.cli")
 
 _SIXTEEN_BITS = ("float16", "bfloat16", "float32")
-# of the system's priorities
+# lowest of the system's priorities
 _LOWEST = 19
+# seconds that a killed process may take to end
+_PATIENCE = 5.0
+_BESIDE = "import sys, paceline.cli.serve.few_bits as m; sys.exit(m.run_beside(sys.argv[1:]))"
+
+
+def run_beside(arguments: Sequence[str]) -> int:
+    """Run a command of ``paceline`` at the lowest priority, until the server ends that holds the
+    other end of its standard input, however that ends; return the command's exit code."""
+    os.nice(_LOWEST)
+    with contextlib.suppress(OSError):
+        # when the machine runs out of memory, the kernel ends this process first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    from paceline.cli.main import main
+
+    return main(arguments)
 
 
 class Making:
@@ -45,17 +67,22 @@ class Making:
         self.command = tuple(command)
         self._process: subprocess.Popen[str] | None = None
         self._readers: list[threading.Thread] = []
+        self._stopped = False
 
     def start(self) -> None:
-        """Start the process, whose lines are logged."""
+        """Start the process, whose lines and end by a signal are logged."""
         if not self.command:
             return
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            self.command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-        )
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOWEST)
+        try:
+            # a process group of its own keeps the terminal's Ctrl-C away from it
+            self._process = subprocess.Popen(
+                self.command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
+                process_group=0,
+            )  # fmt: skip
+        except OSError as error:
+            _log.warning("quantize: it cannot be started: %s", error)
+            return
         for stream, level in (
             (self._process.stdout, logging.INFO), (self._process.stderr, logging.WARNING),
         ):  # fmt: skip
@@ -64,16 +91,21 @@ class Making:
             reader.start()
             self._readers.append(reader)
 
-    @staticmethod
-    def _log_lines(stream: IO[str], level: int) -> None:
+    def _log_lines(self, stream: IO[str], level: int) -> None:
         with stream:
             for line in stream:
                 _log.log(level, "quantize: %s", line.strip())
+        assert self._process is not None
+        # after errors of its own it has said why
+        if level == logging.INFO and (code := self._process.wait()) < 0 and not self._stopped:
+            _log.warning("quantize: ended by signal %d; the next start goes on with it", -code)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the process's exit code."""
         assert self._process is not None, "wait() before start()"
         code = self._process.wait(timeout)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         for reader in self._readers:
             reader.join(timeout)
         return code
@@ -81,8 +113,11 @@ class Making:
     def stop(self) -> None:
         """End the process if it runs; what it has done is kept, and the next start goes on."""
         if self._process is not None:
+            self._stopped = True
             self._process.kill()
-            self.wait()
+            # one that waits for a disk that does not answer must not keep the server
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(_PATIENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +162,7 @@ def few_bits(settings: EngineSettings) -> FewBits:
     if reason := _why_not(opened.checkpoint, copies):
         _log.warning("quantize: %s", reason)
         return unchanged
-    command = [sys.executable, "-m", "paceline.cli.main", "quantize", path, "-o", str(target)]
+    command = [sys.executable, "-c", _BESIDE, "quantize", path, "-o", str(target)]
     if load.threads is not None:
         command += ["--threads", str(load.threads)]
     said = (

@@ -131,6 +131,27 @@ def test_what_others_write_is_counted(
     assert copies.read({"isa": "2"}, _pieces(bytes(5000)))
 
 
+def test_four_bits_that_are_not_done_count(copies: PackedCopies) -> None:
+    folder = copies.folder / "other.q4.gguf.parts"
+    unfinished = folder.with_suffix(".partial")
+    own = copies.few_bits().with_name(f"{copies.few_bits().name}.parts")
+    for parts in (folder, own):
+        parts.mkdir(parents=True)
+        (parts / "layer-0.npz").write_bytes(bytes(6000))
+    unfinished.write_bytes(b"half")
+    os.utime(folder, (0, 0))
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    # its process runs, however long ago a layer was done
+    assert "do not fit" in copies.make_room(5000) and folder.exists()
+    assert copies.make_room(3000) == ""
+    os.close(handle)
+    # the process was killed, and nothing went on with it
+    assert copies.make_room(3000) == "" and folder.exists()
+    assert copies.make_room(5000) == ""
+    assert not folder.exists() and not unfinished.exists() and own.exists()
+
+
 def test_a_part_takes_its_whole_size_from_the_start(
     copies: PackedCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

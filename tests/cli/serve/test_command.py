@@ -259,6 +259,18 @@ def test_a_successor_is_like_the_engine_before() -> None:
     assert with_adapters == made.changed(lora_bytes=77)
 
 
+def test_a_successor_does_without_four_bits_that_are_gone(tmp_path: Path) -> None:
+    weights = tmp_path / "made.q4.gguf"
+    weights.touch()
+    settings = EngineSettings.of(
+        model_name="m", model_path="m.gguf", dtype="q4", weights_path=str(weights)
+    )
+    assert successor(settings, INFO, 1).weights_path == str(weights)
+    # another server has made room in the cache that both share
+    weights.unlink()
+    assert successor(settings, INFO, 1).weights_path is None
+
+
 def test_an_engine_does_not_outlive_its_server() -> None:
     with start_server(*NULL) as server:
         (engine,) = children(server.process.pid)

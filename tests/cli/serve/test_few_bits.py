@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -15,7 +17,7 @@ from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.serve import few_bits as module
 from paceline.cli.serve.few_bits import FewBits, Making, few_bits
-from paceline.cli.wiring import build_backend
+from paceline.cli.wiring import _keeper_maker, build_backend
 from tests.backends.torch.models import save_model
 from tests.checkpoints.builders import llama_tensors, write_gguf
 
@@ -49,6 +51,9 @@ def test_int8_is_served_while_they_are_made_and_then_they_are(model: Path) -> No
     assert first.making.command[3:] == (
         "quantize", str(model), "-o", str(target), "--threads", "1",
     )  # fmt: skip
+    helped = Making((*first.making.command[:4], "--help"))
+    helped.start()
+    assert helped.wait(60) == 0
     target.write_bytes(b"four bits")
     second = few_bits(served(model))
     assert second.settings == replace(served(model), weights_path=str(target))
@@ -106,6 +111,39 @@ def test_lines_are_logged_and_the_process_ends_with_the_server(
     nothing.stop()
 
 
+def test_the_command_ends_with_a_server_that_was_killed() -> None:
+    code = (
+        "import os, pathlib, time, paceline.cli.main as main\n"
+        "def run(arguments):\n"
+        "    score = pathlib.Path('/proc/self/oom_score_adj').read_text().strip()\n"
+        "    print(*arguments, os.nice(0), score, flush=True)\n"
+        "    time.sleep(3600)\n"
+        "main.main = run\n"
+        "from paceline.cli.serve.few_bits import run_beside\n"
+        "run_beside(['quantize'])\n"
+    )
+    argv, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline().split() == ["quantize", "19", "1000"]
+        assert process.poll() is None
+        # what the system does when the server is gone
+        process.stdin.close()
+        assert process.wait(60) == 1
+
+
+def test_a_command_that_fails_does_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="paceline.cli"):
+        absent = Making(["/no/such/program"])
+        absent.start()
+        absent.stop()
+        killed = Making([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+        killed.start()
+        killed.wait(60)
+    assert "quantize: it cannot be started" in caplog.messages[0]
+    assert caplog.messages[1:] == ["quantize: ended by signal 9; the next start goes on with it"]
+
+
 def test_weights_are_read_from_their_own_file(tmp_path: Path) -> None:
     for name, layers in (("model", 2), ("weights", 3)):
         save_model(tmp_path / name, "llama", num_hidden_layers=layers)
@@ -114,7 +152,14 @@ def test_weights_are_read_from_their_own_file(tmp_path: Path) -> None:
     )
     sizes = []
     for path in (None, str(tmp_path / "weights")):
+        chosen = replace(settings, weights_path=path, kv_store=str(tmp_path / "kv"))
         backend = build_backend(replace(settings, weights_path=path))
+        maker = _keeper_maker(chosen, backend)
+        assert isinstance(maker, partial)
+        # blocks that are kept belong to the weights that computed them
+        assert {file.parent.name for file in maker.keywords["files"]} == {
+            "model" if path is None else "weights"
+        }
         sizes.append(backend.info.block_bytes)
         backend.close()
     assert sizes[0] * 3 == sizes[1] * 2
