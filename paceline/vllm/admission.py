@@ -183,8 +183,10 @@ class Admission:
         path = scope.get("root_path", "") + path
         statuses, parts = [], []
 
-        async def receive() -> Message:
-            return {"type": "http.request", "body": b"", "more_body": False}
+        async def waits() -> Message:
+            # a middleware that watches for the caller's end must find none
+            never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+            return await never
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -193,7 +195,7 @@ class Admission:
                 parts.append(message.get("body", b""))
 
         asked = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
-        await self(dict(scope) | asked, receive, send)
+        await self(dict(scope) | asked, _again(b"", waits), send)
         return statuses[0], b"".join(parts)
 
 
@@ -258,6 +260,8 @@ def _with_arguments(body: dict[str, Any], headers: Mapping[str, str], tag: str) 
             raise InvalidRequestError(f"{name} differs: {why}", f"vllm_xargs.{name}")
     body = {name: value for name, value in body.items() if name != "slo"}
     body["vllm_xargs"] = given | own | {TAG: tag}
+    # it is counted here, and others' forecasts depend on it
+    body["vllm_xargs"].pop(CHARACTERS, None)
     return body
 
 

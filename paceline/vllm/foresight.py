@@ -22,8 +22,8 @@ __all__ = ["Size", "best_forecast", "early_refusal", "question", "size_of"]
 
 # seconds after which a request goes on to the engine's own door
 _PATIENCE: Final = 0.5
-# more than any model takes
-_MOST_TOKENS: Final = 2**31
+# more tokens than any model takes, and the highest priority that is told
+_MOST: Final = 2**31
 # fields of the four routes with text that becomes part of a prompt, and with the most tokens
 _TEXTS: Final = ("prompt", "messages", "system", "input", "instructions", "tools")
 _LIMITS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
@@ -46,7 +46,7 @@ def size_of(body: Mapping[str, Any]) -> Size:
     prompts = [each for each in prompt if type(each) is not int] if type(prompt) is list else []
     num_prompts = max(1, len(prompts))
     characters, tokens = 0, body.get("prompt_tokens")
-    tokens = max(0, min(tokens, _MOST_TOKENS)) if type(tokens) is int else 0
+    tokens = max(0, min(tokens, _MOST)) if type(tokens) is int else 0
     left: list[Any] = [body.get(name) for name in _TEXTS]
     while left:
         value = left.pop()
@@ -73,7 +73,7 @@ def question(body: Mapping[str, Any]) -> dict[str, Any]:
         "characters": characters // num_prompts,
         "tokens": tokens // num_prompts,
         "max_tokens": numbers[0] if numbers else None,
-        "priority": priority if type(priority) is int else 0,
+        "priority": max(-_MOST, min(priority, _MOST)) if type(priority) is int else 0,
         "num_choices": max(1, num_choices if type(num_choices) is int else 1) * num_prompts,
         "arguments": {k: v for k, v in body["vllm_xargs"].items() if k in ARGUMENTS},
     }

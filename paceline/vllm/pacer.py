@@ -43,6 +43,8 @@ _NUMBERS: Final = ("num_steps", "num_amended", "num_own_steps", "num_faults")
 # characters of each token before any were counted, and the weight of what was counted before each
 # new prompt
 _CHARACTERS, _KEEP = 4.0, 0.98
+# characters of each token in a text, at least and at most
+_FEWEST, _MOST = 0.5, 64.0
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -173,11 +175,11 @@ class Pacer:
         self._live[request.request_id] = request
         arguments = arguments_of(theirs)
         self._tags[request.request_id] = str(arguments.get(TAG, ""))
-        characters = arguments.get(CHARACTERS)
-        if type(characters) is int and characters > 0:
+        characters, number = arguments.get(CHARACTERS), request.num_prompt_tokens
+        # other numbers are those of pictures, or a lie, and tell nothing of other callers' texts
+        if type(characters) is int and _FEWEST * number <= characters <= _MOST * number:
             before, tokens = self._measured
-            tokens = _KEEP * tokens + request.num_prompt_tokens
-            self._measured = _KEEP * before + characters, tokens
+            self._measured = _KEEP * before + characters, _KEEP * tokens + number
         if self._recorder is not None:
             self._recorder.added(request, now)
 
@@ -320,7 +322,7 @@ class Pacer:
         states = Counter((each.slo.slo_class, each.status.value) for each in self._live.values())
         return {
             **{name: getattr(counts, name) for name in _NUMBERS},
-            "ended": counts.ended, "kept": counts.kept,
+            "ended": dict(counts.ended), "kept": dict(counts.kept),
             "missed": [(*names, count) for names, count in counts.missed.items()],
             "requests": [(*names, count) for names, count in states.items()],
             "demoted": stats.num_demoted, "pressure_level": stats.pressure_level,

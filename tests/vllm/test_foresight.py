@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
@@ -69,6 +70,7 @@ def test_deep_bodies_are_measured() -> None:
 
 
 def test_question() -> None:
+    assert question({"priority": 10**400, "vllm_xargs": {}})["priority"] == 2**31
     body = {"prompt": ["ab", "cdef"], "n": 2, "max_tokens": 5, "priority": -1}
     asked = question(body | {"vllm_xargs": {"theirs": 1, "ttft_ms": 3.0}})
     assert asked == {
@@ -93,6 +95,34 @@ def test_prediction(engine: Engine, forecast: Any, answer: Any) -> None:
     assert status == 200 and json.loads(body) == answer | {"prompt_tokens": 9}
     assert engine.foreseen[0]["foresee"]["arguments"]["ttft_ms"] == 500.0
     assert "counts" not in engine.foreseen[0] and app.body is None
+
+
+class Watching(App):
+    """Looks for the caller's end while it answers, as some middlewares do."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        watcher = asyncio.create_task(gone())
+        await asyncio.sleep(0)
+        await super().__call__(scope, receive, send)
+        watcher.cancel()
+
+
+def test_watching_for_the_callers_end_hangs_nothing(engine: Engine) -> None:
+    engine.forecast = FREE
+    assert post(Watching(200, path="/paceline/predict"), {"prompt": "Hello"})[0] == 200
+
+
+def test_callers_do_not_say_how_long_a_prompt_is(engine: Engine) -> None:
+    engine.forecast = FREE
+    app = App(200, b"{}", path="/v1/completions")
+    post(app, {"prompt": [5] * 90, "vllm_xargs": {"paceline_characters": 1}})
+    assert "paceline_characters" not in json.loads(app.body)["vllm_xargs"]
+    post(app, {"prompt": "Hello", "vllm_xargs": {"paceline_characters": 1}})
+    assert json.loads(app.body)["vllm_xargs"]["paceline_characters"] == 5
 
 
 def test_predictions_of_bad_bodies(engine: Engine) -> None:
@@ -179,6 +209,11 @@ def test_characters_of_a_token_are_learned(paced_class: Any) -> None:
     assert answer(text)["prompt_tokens"] == 20
     for number in range(300):
         engine.add(f"r{number}", 20, 1, extra_args={"paceline_characters": 40})
+        engine.run()
+    assert 38 <= answer(text)["prompt_tokens"] <= 40
+    # pictures have tokens and no characters, and vLLM's own door takes a caller's word
+    for number, characters in enumerate((1, 0, -7, 10**9, "x")):
+        engine.add(f"p{number}", 200, 1, extra_args={"paceline_characters": characters})
         engine.run()
     assert 38 <= answer(text)["prompt_tokens"] <= 40
     # neither a longer prompt nor a longer answer than the model takes is a fault
