@@ -83,8 +83,8 @@ def _list() -> int:
     print(table(rows))
     print(
         "\nIFEVAL: percent of instructions followed, as the cards of SmolLM2 and SmolLM3 state it "
-        "of the model in 16 bits, without thinking.\nTRIED: was served and its answers were read. Others load if "
-        "docs/use/models.md lists their architecture."
+        "of the model in 16 bits, without thinking.\nTRIED: was served and its answers were read. "
+        "Others load if docs/use/models.md lists their architecture."
     )
     return 0
 

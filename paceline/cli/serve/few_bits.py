@@ -29,7 +29,7 @@ from paceline.checkpoints.open import OpenedEncoder, open_model
 from paceline.cli.flags.settings import EngineSettings
 from paceline.errors import ConfigError
 
-__all__ = ["FewBits", "Making", "few_bits", "run_beside"]
+__all__ = ["FewBits", "Making", "end_with_server", "few_bits"]
 
 _log = logging.getLogger("paceline.cli")
 
@@ -38,12 +38,17 @@ _SIXTEEN_BITS = ("float16", "bfloat16", "float32")
 _LOWEST = 19
 # seconds that a killed process may take to end
 _PATIENCE = 5.0
-_BESIDE = "import sys, paceline.cli.serve.few_bits as m; sys.exit(m.run_beside(sys.argv[1:]))"
+# a process of its own that runs a command of ``paceline``
+_BESIDE = """\
+import sys, paceline.cli.main as program, paceline.cli.serve.few_bits as beside
+beside.end_with_server()
+sys.exit(program.main())
+"""
 
 
-def run_beside(arguments: Sequence[str]) -> int:
-    """Run a command of ``paceline`` at the lowest priority, until the server ends that holds the
-    other end of its standard input, however that ends; return the command's exit code."""
+def end_with_server() -> None:
+    """Give this process the lowest priority, and end it when the server ends, however that ends: it
+    holds the other end of standard input."""
     os.nice(_LOWEST)
     with contextlib.suppress(OSError):
         # when the machine runs out of memory, the kernel ends this process first
@@ -55,9 +60,6 @@ def run_beside(arguments: Sequence[str]) -> int:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    from paceline.cli.main import main
-
-    return main(arguments)
 
 
 class Making:

@@ -111,21 +111,19 @@ def test_lines_are_logged_and_the_process_ends_with_the_server(
     nothing.stop()
 
 
-def test_the_command_ends_with_a_server_that_was_killed() -> None:
+def test_a_process_ends_with_a_server_that_was_killed() -> None:
     code = (
-        "import os, pathlib, time, paceline.cli.main as main\n"
-        "def run(arguments):\n"
-        "    score = pathlib.Path('/proc/self/oom_score_adj').read_text().strip()\n"
-        "    print(*arguments, os.nice(0), score, flush=True)\n"
-        "    time.sleep(3600)\n"
-        "main.main = run\n"
-        "from paceline.cli.serve.few_bits import run_beside\n"
-        "run_beside(['quantize'])\n"
+        "import os, pathlib, time\n"
+        "from paceline.cli.serve.few_bits import end_with_server\n"
+        "end_with_server()\n"
+        "score = pathlib.Path('/proc/self/oom_score_adj').read_text().strip()\n"
+        "print(os.nice(0), score, flush=True)\n"
+        "time.sleep(3600)\n"
     )
     argv, pipe = [sys.executable, "-c", code], subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        assert process.stdout.readline().split() == ["quantize", "19", "1000"]
+        assert process.stdout.readline().split() == ["19", "1000"]
         assert process.poll() is None
         # what the system does when the server is gone
         process.stdin.close()
