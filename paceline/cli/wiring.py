@@ -223,7 +223,7 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
     if size is None:
         if settings.model_path is None or info.device != "cpu":
             return None
-        files = weight_files(Path(settings.model_path))
+        files = weight_files(Path(settings.weights_path or settings.model_path))
         size = max(_IDLE_BYTES, sum(file.stat().st_size for file in files))
     # an encoder's blocks take no memory
     block_bytes = info.block_bytes + info.window_block_bytes

@@ -175,8 +175,11 @@ async def _explained(body: bytes, tag: str) -> bytes:
             event = json.loads(line[len(start) :])
         except ValueError:
             return body
+        if not isinstance(event, dict):
+            return body
         # the usage lies in the chunk, or in the whole answer that an event carries
-        holder = event.get("response") or event
+        answer = event.get("response")
+        holder = answer if isinstance(answer, dict) else event
         is_last = not start or not event.get("choices") or event.get("type") is not None
         if not isinstance(holder.get("usage"), dict) or not is_last:
             continue

@@ -32,6 +32,8 @@ _TARGETS: Final = {
     "ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "deadline_ms": "deadline",
     "queue_ttl_ms": "queue_ttl",
 }  # fmt: skip
+# of a tenant's name, as in our own server's header
+_MOST_CHARACTERS: Final = 128
 # of our own server; the middleware resolves their targets
 CLASSES: Final = ("interactive", "standard", "batch")
 # the name under which the middleware asks for the request's fate
@@ -79,7 +81,11 @@ def slo_of(arguments: Mapping[str, Any]) -> Slo:
 
 def tenant_of(arguments: Mapping[str, Any]) -> str:
     """Return the tenant in extra arguments; "" without one. Raises InvalidRequestError."""
-    return _name("tenant", arguments.get("tenant", ""))
+    name = _name("tenant", arguments.get("tenant", ""))
+    if len(name) > _MOST_CHARACTERS:
+        why = f"may have {_MOST_CHARACTERS} characters, got {len(name)}"
+        raise InvalidRequestError(f"vllm_xargs.tenant {why}", "tenant")
+    return name
 
 
 def arguments_of(theirs: Any) -> Mapping[str, Any]:

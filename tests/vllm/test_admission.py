@@ -87,6 +87,7 @@ def test_tenant_by_header_or_key() -> None:
             "slo says 2.0 and vllm_xargs says 1",
         ),
         ({"vllm_xargs": {"tenant": 7}}, (), "tenant", "vllm_xargs.tenant must be a string, got 7"),
+        ({"vllm_xargs": {"tenant": "a" * 129}}, (), "tenant", "128 characters, got 129"),
         (
             {"vllm_xargs": {"tenant": "b"}}, [("x-llm-d-inference-fairness-id", "a")],
             "vllm_xargs.tenant", "a header says 'a' and vllm_xargs says 'b'",
