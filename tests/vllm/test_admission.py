@@ -107,6 +107,13 @@ def test_bad_targets_are_named(body: Any, headers: Any, param: str, message: str
     assert app.body is None, "vLLM is not asked"
 
 
+@pytest.mark.parametrize(
+    "part", [b'[{"usage": {"a": 1}}]', b'data: {"response": "x", "usage": {"a": 1}}\n\n']
+)
+def test_strange_parts_with_a_usage_are_passed_on(engine: Engine, part: bytes) -> None:
+    assert post(App(200, part, b""), {"explain": True})[2] == part
+
+
 def test_what_is_not_ours_passes_unchanged() -> None:
     for app, body in (
         (App(200, b"{}", path="/v1/embeddings"), {"slo": {"ttft_ms": 1}}),
