@@ -113,6 +113,9 @@ class _Keys:
         if model.get("byte_fallback"):
             self._add_pieces(merges)
         else:
+            if not merges:
+                # GGUF has no empty arrays
+                self._refuse("it has no merges")
             self.found["tokenizer.ggml.model"] = "gpt2"
             self.found["tokenizer.ggml.merges"] = merges
         self._choose()

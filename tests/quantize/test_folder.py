@@ -206,6 +206,13 @@ def another_kind(folder: Path) -> None:
     path.write_text(json.dumps(text))
 
 
+def no_merges(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    text = json.loads(path.read_text())
+    text["model"]["merges"] = []
+    path.write_text(json.dumps(text))
+
+
 def takes_spaces(folder: Path) -> None:
     path = folder / "tokenizer.json"
     text = json.loads(path.read_text())
@@ -228,6 +235,7 @@ def many_ends(folder: Path) -> None:
         ("llama", {}, takes_spaces, r"text next to its token '<tool>' has other ids"),
         ("llama", {}, many_ends, r"5 tokens end an answer, and a file can name 3 of them: not '"),
         ("llama", {}, another_kind, r"its kind is 'WordLevel', only BPE is written"),
+        ("llama", {}, no_merges, r"cannot be written as GGUF: it has no merges"),
     ],
 )  # fmt: skip
 def test_refused_before_the_work(
