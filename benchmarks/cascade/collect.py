@@ -47,7 +47,8 @@ def answers_of(side: str, model: str) -> Answers:
         if done % 50 == 0:
             print(f"  {done} of {count}", file=sys.stderr)
 
-    flags = (model, "--served-model-name", name)
+    # greedy, and without the penalty of the catalogue's entry: the model as its file has it
+    flags = (model, "--served-model-name", name, "--generation-config", "vllm")
     with PacelineServer(*flags, log=root / "server.log") as server:
         source = Source(f"http://127.0.0.1:{server.port}", name)
         failed = ask_all(
