@@ -198,7 +198,9 @@ class Controller:
     def adopt(self, name: str, version: str, url: str, now: float) -> None:
         """Take over a replica that runs already; ``url``: "" if it was not ready yet."""
         state: State = "ready" if url else "starting"
-        self.replicas[name] = Replica(name, version, state, now, now, url)
+        self.replicas[name] = replica = Replica(name, version, state, now, now, url)
+        # its files may lie on another host
+        self._number = max(self._number, 1 + _number_of(replica))
         # a pool that has grown stays so until its load says otherwise
         self.wanted = _within(self.spec, max(self.wanted, len(self.replicas)))
 

@@ -63,7 +63,9 @@ class Driver:
         self._now = now
         self._settings: dict[str, PoolSettings] = {}
         self._looked: Mapping[str, Look] = {}
+        # the status as written last, and whether that went well
         self._shown: Mapping[str, Any] = {}
+        self._writes = True
         self._watching = asyncio.ensure_future(self._watch(exit_unwatched / _WATCHES))
 
     async def start(self, pools: tuple[PoolSettings, ...]) -> None:
@@ -71,6 +73,9 @@ class Driver:
         self._looked = await self._host.look()
         self.change(pools)
         for name, look in self._looked.items():
+            if look.alive is False:
+                # it ended before this controller began, which is no failed start
+                continue
             pool = name.rpartition("-")[0]
             if pool not in self.controllers:
                 self._add(pool, Spec(0))
@@ -195,10 +200,17 @@ class Driver:
             },
         }  # fmt: skip
         if shown != self._shown:
-            self._shown = shown
             partial = self._folder / f"{STATUS}.part"
-            write_private(partial, msgspec.json.encode(shown).decode())
-            partial.replace(self._folder / STATUS)
+            try:
+                write_private(partial, msgspec.json.encode(shown).decode())
+                partial.replace(self._folder / STATUS)
+            except OSError as error:
+                # a full disk ends no controller
+                if self._writes:
+                    _log.warning("status_not_written reason=%r", str(error))
+                self._writes = False
+                return
+            self._shown, self._writes = shown, True
 
 
 async def _look_at(url: str) -> None:

@@ -107,10 +107,13 @@ class Gateways:
         engines = [link.answer.engines.get(name, _Engine()) for link in heard]
         trouble = next((each.trouble for each in engines if each.trouble), "")
         requests = sum(each.requests for each in engines)
+        # what was counted before the last word may miss a request that came before it was known
+        version = self._words[pool][0]
+        are_new = len(heard) == len(links) and all(e.answer.version == version for e in heard)
         return replace(
             seen,
             up=all(each.up for each in engines),
-            requests=requests if len(heard) == len(links) else None,
+            requests=requests if are_new else None,
             trouble=seen.trouble or trouble,
             first_token=max(
                 (e.first_token for e in engines if e.first_token is not None), default=None

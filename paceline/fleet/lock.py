@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Final
 
 from paceline.errors import ConfigError
-from paceline.files import FILE_MODE
+from paceline.files import FILE_MODE, write_private
 
 __all__ = ["ControllerLock"]
 
@@ -24,6 +24,7 @@ class ControllerLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "lock"
+        self._epoch = folder / "epoch"
         self._file = -1
 
     def __enter__(self) -> ControllerLock:
@@ -57,6 +58,16 @@ class ControllerLock:
             )
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, b"%d" % os.getpid(), 0)
+
+    def next_epoch(self, milliseconds: int) -> int:
+        """Return the start of the controller that has the lock: the time, but later than every
+        start before it, also where the clock was set back."""
+        before = 0
+        with contextlib.suppress(OSError, ValueError):
+            before = int(self._epoch.read_text())
+        epoch = max(milliseconds, before + 1)
+        write_private(self._epoch, str(epoch))
+        return epoch
 
     def take_over(self, seconds: float) -> None:
         """Ask the process that has it to end, and take it. Raises ConfigError."""

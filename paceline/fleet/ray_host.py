@@ -279,7 +279,8 @@ class RayHost:
             ended = placed.actor.end.remote(kill)
             if placed.node:
                 self._ray.wait([ended], timeout=_TIMEOUT)
-        if kill and (not placed.node or (placed.last is not None and placed.last.alive is False)):
+        has_ended = placed.last is not None and placed.last.alive is False
+        if kill and (not placed.node or has_ended or placed.node in self._dead_nodes()):
             # an actor that was never placed has started nothing
             with contextlib.suppress(Exception):
                 self._ray.kill(placed.actor)

@@ -8,7 +8,7 @@
 
 The process has a session of its own and writes to files, so it outlives what started it; whatever
 watches this host next finds it by its file. The log stays, and with it the name: it is never used
-again.
+again. The latest 50 logs of a pool are kept.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ _READY: Final = re.compile(rb"paceline ready: (https?://\S+?)/v1 ")
 _RESTARTS: Final = "--max-engine-restarts"
 # bytes of a log's end among which its last line is looked for
 _TAIL_BYTES: Final = 4096
+# bytes of its output among which the ready line is looked for
+_HEAD_BYTES: Final = 64 << 10
+# logs of ended replicas that a pool keeps
+_KEPT_LOGS: Final = 50
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -54,7 +58,8 @@ class Record(msgspec.Struct, frozen=True):
     def url(self, folder: Path) -> str:
         """Return its address; "": it is not ready yet."""
         try:
-            found = _READY.search((folder / f"{self.name}.out").read_bytes())
+            with open(folder / f"{self.name}.out", "rb") as out:
+                found = _READY.search(out.read(_HEAD_BYTES))
         except OSError:
             return ""
         return found[1].decode() if found else ""
@@ -70,19 +75,25 @@ class Record(msgspec.Struct, frozen=True):
         return next((line[-300:] for line in reversed(lines) if line.strip()), "")
 
     def end(self, *, kill: bool) -> None:
-        """Ask it to end, or end it and its engine at once."""
-        if not self.lives():
-            return
+        """Ask it to end, or end it and its engine at once: an engine that hangs may outlive it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if kill:
+            if not self.lives():
+                if kill and _started(self.pid) is None:
+                    for pid in _left_of(self.pid):
+                        os.kill(pid, signal.SIGKILL)
+            elif kill:
                 os.killpg(self.pid, signal.SIGKILL)
             else:
                 os.kill(self.pid, signal.SIGTERM)
 
     def forget(self, folder: Path) -> None:
-        """Remove its file; the log stays."""
+        """Remove its file; the log stays until the pool has had enough later ones."""
         for ending in ("json", "out"):
             (folder / f"{self.name}.{ending}").unlink(missing_ok=True)
+        pool, _, number = self.name.rpartition("-")
+        old = f"{pool}-{int(number) - _KEPT_LOGS}"
+        if not (folder / f"{old}.json").exists():
+            (folder / f"{old}.log").unlink(missing_ok=True)
 
 
 def start_replica(
@@ -116,8 +127,13 @@ def start_replica(
     # ``Record.lives`` reaps it
     process.returncode = 0
     partial = folder / f"{name}.json.part"
-    write_private(partial, msgspec.json.encode(record).decode())
-    partial.replace(folder / f"{name}.json")
+    try:
+        write_private(partial, msgspec.json.encode(record).decode())
+        partial.replace(folder / f"{name}.json")
+    except OSError:
+        # without its file nothing would find it again
+        record.end(kill=True)
+        raise
     return record
 
 
@@ -140,10 +156,28 @@ def last_number(folder: Path, pool: str) -> int:
 
 def _started(pid: int) -> int | None:
     """Return the start time of a process; None: there is none, or only what is left of it."""
+    fields = _stat(pid)
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _left_of(leader: int) -> list[int]:
+    """Return our processes in the group of one that has ended: by now the group may be that of
+    another program, which had the same number."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        pid = int(path.parent.name)
+        with contextlib.suppress(OSError):
+            fields = _stat(pid)
+            if fields and int(fields[2]) == leader and b"paceline" in path.read_bytes():
+                found.append(pid)
+    return found
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of a process from its state on; empty: there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return None
-    # the name in parentheses may hold anything
-    fields = stat.rpartition(b")")[2].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+        return []
+    # the name in parentheses before them may hold anything
+    return stat.rpartition(b")")[2].split()

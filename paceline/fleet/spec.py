@@ -31,6 +31,8 @@ __all__ = ["FleetFile", "FleetSettings", "PoolSettings", "parse_fleet", "read_fl
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,56}")
 _MAX_BYTES: Final = 1 << 20
+# replicas of a pool: a gateway knows no more engines of one
+_MOST_REPLICAS: Final = 4096
 # flags that the fleet sets itself
 _OWN_FLAGS: Final = ("--port", "--exit-unwatched")
 
@@ -150,7 +152,7 @@ def _check(found: FleetFile) -> None:
     if not fleet.gateways or not names:
         raise ConfigError("a fleet has at least one of gateways and one of [[pools]]")
     for url in fleet.gateways:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        if not _is_http(url):
             raise ConfigError(f"gateways: {url[:200]!r} is not http://HOST[:PORT] or https://...")
     if not os.environ.get(fleet.admin_key_env):
         raise ConfigError(
@@ -182,6 +184,11 @@ def _check(found: FleetFile) -> None:
             name = "replicas" if name == "most" else name
             if not low <= value < float("inf"):
                 raise ConfigError(f"pool {pool.name}: {name} must be {low} or more, got {value}")
+        if pool.most + pool.surge > _MOST_REPLICAS:
+            raise ConfigError(
+                f"pool {pool.name}: {pool.most} replicas and a surge of {pool.surge} are more than "
+                f"{_MOST_REPLICAS}, the most that a gateway takes"
+            )
         for flag in _OWN_FLAGS:
             if any(word == flag or word.startswith(f"{flag}=") for word in pool.serve):
                 raise ConfigError(
@@ -189,6 +196,15 @@ def _check(found: FleetFile) -> None:
                 )
         if wrong := [f"{n} = {v:g}" for n, v in pool.resources.items() if not 0.0 <= v < 1e9]:
             raise ConfigError(f"pool {pool.name}: resources are 0 or more, got {wrong[0]}")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        # no valid port or IPv6 address
+        return False
 
 
 def unplaceable(

@@ -99,8 +99,7 @@ class AdminRoutes:
             "engines": {
                 upstream.name: {
                     "url": upstream.config.url,
-                    # it was polled, has told its models, and is well
-                    "up": upstream.models is not None and not _trouble(upstream, now),
+                    "up": _is_up(upstream, now),
                     "draining": upstream.draining,
                     "requests": len(upstream.running),
                     "trouble": _trouble(upstream, now),
@@ -185,6 +184,13 @@ def _is_able(upstream: Upstream, now: float) -> bool:
     down, or late with a sign of life is not dead."""
     is_open = upstream.breaker_state(now) == "open"
     return not (upstream.draining or is_open or upstream.is_unreachable or upstream.is_away)
+
+
+def _is_up(upstream: Upstream, now: float) -> bool:
+    """Whether it answers, has told its models, and does not fail its requests: an engine that is
+    full, cooling down or drained is up, and its controller is not to replace it."""
+    answers = upstream.models is not None and not upstream.trouble
+    return answers and upstream.breaker_state(now) != "open"
 
 
 def _trouble(upstream: Upstream, now: float) -> str:

@@ -414,8 +414,10 @@ class Gateway:
     async def _set_pool(self, name: str, incoming: IncomingRequest) -> tuple[int, str, bytes]:
         """Take in what a pool's controller says; answer with what is known of its engines."""
         data = await incoming.read_json(_MAX_POOL_BYTES)
+        if (pool := self.upstreams.pools.get(name)) is None:
+            raise HttpError(404, f"pool {name[:80]!r} was removed while its controller spoke")
         try:
-            told = parse_members(data, self.upstreams.pools[name].config)
+            told = parse_members(data, pool.config)
         except ConfigError as error:
             raise HttpError(400, str(error)) from None
         if self.upstreams.set_pool(name, told):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,13 +13,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from paceline.errors import ConfigError
+from paceline.fleet import replica
+from paceline.fleet.controller import Members, Seen
 from paceline.fleet.driver import STATUS, Driver
-from paceline.fleet.gateways import Gateways, SupersededError
+from paceline.fleet.gateways import Gateways, SupersededError, _Answer, _Engine
 from paceline.fleet.host import FakeHost, Look
 from paceline.fleet.lock import ControllerLock
 from paceline.fleet.process_host import ProcessHost
@@ -128,6 +133,101 @@ def test_a_record_knows_its_own_process(tmp_path: Path) -> None:
     assert last_number(tmp_path, "chat") == 7 and last_number(tmp_path, "cha") == 0
 
 
+def test_an_engine_that_hangs_does_not_outlive_its_replica(tmp_path: Path) -> None:
+    # it has the replica's group, and a command line of ours; it tells its number on a pipe
+    engine = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {engine!r}, 'paceline'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    left = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    record = Record("chat-7", process.pid, 1, "v")
+    record.end(kill=False)
+    os.kill(left, 0)
+    record.end(kill=True)
+    # the pipe ends with the last process that has it
+    readable, _, _ = select.select([process.stdout], [], [], 30.0)
+    process.stdout.close()
+    if not readable:
+        os.kill(left, signal.SIGKILL)
+        pytest.fail("the engine runs on")
+
+
+def test_a_replica_without_a_file_is_not_left_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def starts(*args: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **more))
+        return started[0]
+
+    monkeypatch.setattr(replica, "write_private", full)
+    monkeypatch.setattr(subprocess, "Popen", starts)
+    with pytest.raises(OSError, match="no space"):
+        replica.start_replica(
+            tmp_path, "chat-1", ("--backend", "null"), "v", exit_unwatched=60.0, resources={},
+            environ=os.environ,
+        )  # fmt: skip
+    assert os.waitstatus_to_exitcode(os.waitpid(started[0].pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_pool_keeps_its_latest_logs(tmp_path: Path) -> None:
+    for number in range(1, 61):
+        (tmp_path / f"chat-{number}.log").touch()
+        if number == 4:
+            # it runs on
+            (tmp_path / "chat-4.json").touch()
+        else:
+            Record(f"chat-{number}", 1, 1, "v").forget(tmp_path)
+    kept = sorted(int(path.stem[5:]) for path in tmp_path.glob("*.log"))
+    assert kept == [4, *range(11, 61)] and last_number(tmp_path, "chat") == 60
+
+
+async def test_a_count_from_before_the_last_word_says_nothing() -> None:
+    gateways = Gateways(("http://127.0.0.1:9",), KEY, 1, lambda: 0.0)
+    try:
+        gateways.tell("chat", Members({"chat-1": "http://a"}))
+        (link,) = gateways._links
+        link.answer, link.answered_at = _Answer(1, {"chat-1": _Engine(True)}), 0.0
+        assert gateways.seen("chat", "chat-1", Seen()).requests == 0
+        # a request may have come since
+        gateways.tell("chat", Members({"chat-1": "http://a"}, draining=("chat-1",)))
+        seen = gateways.seen("chat", "chat-1", Seen())
+        assert seen.up and seen.requests is None
+        link.answer.version = 2
+        assert gateways.seen("chat", "chat-1", Seen()).requests == 0
+    finally:
+        await gateways.close()
+
+
+async def test_what_ended_before_is_no_failed_start_and_a_full_disk_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / STATUS).mkdir()
+    host = FakeHost()
+    host.replicas = {"chat-7": Look(POOL.version, alive=False), "chat-9": Look(POOL.version, "u")}
+    async with driving(host, "http://127.0.0.1:9", tmp_path) as driver:
+        await driver.start((POOL,))
+        await driver.step()
+        await driver.step()
+        controller = driver.controllers["chat"]
+        # the folder does not know the number: the replica came from another controller's host
+        assert list(controller.replicas) == ["chat-9", "chat-10"] and not controller.failures
+        assert "chat-7" not in host.replicas
+        assert [r.levelname for r in caplog.records if "status_not" in r.message] == ["WARNING"]
+        # the end keeps what the file says of drains
+        driver.change(())
+        assert controller.spec.drain_seconds == POOL.drain_seconds and not controller.wanted
+
+
 async def test_a_host_without_room_says_what_is_missing(tmp_path: Path) -> None:
     from paceline.fleet.controller import Command
 
@@ -144,6 +244,8 @@ def test_one_controller_at_a_time(tmp_path: Path) -> None:
     with ControllerLock(tmp_path) as one, ControllerLock(tmp_path) as two:
         assert two.holder() == 0
         one.take()
+        # the clock was set back between the second and the third
+        assert [one.next_epoch(ms) for ms in (1000, 5000, 2000, 9000)] == [1000, 5000, 5001, 9000]
         assert two.holder() == os.getpid()
         with pytest.raises(ConfigError, match=f"process {os.getpid()} is this fleet's controller"):
             two.take()

@@ -36,6 +36,8 @@ def test_a_version_changes_with_what_runs_alone() -> None:
         (POOL, "missing required field `fleet`"),
         ("pools = []\n" + FLEET, "one of \\[\\[pools\\]\\]"),
         (FLEET.replace("http:", "ftp:") + POOL, "is not http://HOST"),
+        (FLEET.replace(":8080", ":808080") + POOL, "is not http://HOST"),
+        (FLEET + POOL.replace("= 3", "= 1000000000"), "more than 4096"),
         (FLEET.replace("FLEET_KEY", "NO_KEY") + POOL, "'NO_KEY' is not set"),
         (FLEET + POOL + POOL, "two pools are named 'chat'"),
         (FLEET + POOL.replace("= 3", "= {min = 4, max = 3}"), "1 <= min <= max"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from paceline.errors import ConfigError
 from paceline.gateway import EngineConfig, Gateway, GatewayConfig, ModelConfig
@@ -220,6 +221,23 @@ async def test_a_stream_goes_on_at_a_drained_engine_rather_than_not_at_all() -> 
         # a new request waits for no drained engine
         await told(client, said(*engines, version=2, draining=[first, second]))
         assert (await client.post(CHAT, json=chat())).status_code == 503
+
+
+async def test_a_drained_engine_stays_so_with_another_address_or_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ENGINES_KEY", "secret-engines-0123")
+    async with pool_over(GOOD, GOOD) as ([engine, other], gateway, client):
+        name = f"c{engine.port}"
+        await told(client, said(engine, draining=[name]))
+        await all_up(client)
+        moved = {**said(engine, version=2, draining=[name])}
+        moved["engines"] = [{"name": name, "url": other.url}]
+        assert (await told(client, moved))["engines"][name]["draining"]
+        keyed = replace(gateway.config, pools=(PoolConfig(name="chat", api_key_env="ENGINES_KEY"),))
+        await gateway.reload(keyed, gateway.keys)
+        assert gateway.upstreams.by_name[name].key and gateway.upstreams.by_name[name].draining
+        assert (await told(client, moved))["engines"][name]["draining"]
 
 
 async def test_other_hands_stay_off_a_pool(tmp_path: Any) -> None:

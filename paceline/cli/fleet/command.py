@@ -104,10 +104,10 @@ def _check_places(file: FleetFile) -> None:
 def _drive(args: argparse.Namespace, file: FleetFile, folder: Path) -> int:
     """Run the controller under its lock. Raises ConfigError if another one runs."""
     import asyncio
-
-    import uvloop
+    import time
 
     from paceline.fleet.lock import ControllerLock
+    from paceline.http.event_loop import new_event_loop
 
     is_down = args.action == "down"
     with ControllerLock(folder) as lock:
@@ -115,11 +115,15 @@ def _drive(args: argparse.Namespace, file: FleetFile, folder: Path) -> int:
             lock.take_over(_END_SECONDS)
         else:
             lock.take()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(args, file, folder, is_down=is_down))
+        # the gateways obey the controller that started last
+        epoch = lock.next_epoch(time.time_ns() // 1_000_000)
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_run(args, file, folder, epoch, is_down=is_down))
 
 
-async def _run(args: argparse.Namespace, file: FleetFile, folder: Path, *, is_down: bool) -> int:
+async def _run(
+    args: argparse.Namespace, file: FleetFile, folder: Path, epoch: int, *, is_down: bool
+) -> int:
     import asyncio
     import signal
     import time
@@ -141,8 +145,7 @@ async def _run(args: argparse.Namespace, file: FleetFile, folder: Path, *, is_do
         host = await asyncio.to_thread(RayHost, fleet.ray, folder, fleet.exit_unwatched, file.pools)
     else:
         host = ProcessHost(folder, fleet.exit_unwatched, environ)
-    # a later controller has a later start, in milliseconds
-    gateways = Gateways(fleet.gateways, key, time.time_ns() // 1_000_000, time.monotonic)
+    gateways = Gateways(fleet.gateways, key, epoch, time.monotonic)
     driver = Driver(host, gateways, folder, time.monotonic, fleet.exit_unwatched)
     stop = asyncio.Event()
 
@@ -164,8 +167,10 @@ async def _run(args: argparse.Namespace, file: FleetFile, folder: Path, *, is_do
     if not is_down:
         loop.add_signal_handler(signal.SIGHUP, hung_up)
     try:
-        await driver.start(() if is_down else file.pools)
+        await driver.start(file.pools)
         if is_down:
+            # drained as the file says
+            driver.change(())
             await driver.run(stop, until_settled=True)
             await driver.say_last_word()
             print("paceline fleet: all replicas have ended" if driver.is_settled else "stopped")

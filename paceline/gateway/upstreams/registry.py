@@ -128,9 +128,16 @@ class UpstreamRegistry:
         return bool(changed)
 
     def _add_member(self, config: MemberConfig) -> None:
+        upstream = self._make(config)
+        self._tasks[upstream] = asyncio.create_task(self._follow_member(upstream))
+
+    def _make(self, config: EngineConfig) -> Upstream:
         self.by_name[config.name] = upstream = Upstream(config, self._config, self._now())
         upstream.back_at = self._now()
-        self._tasks[upstream] = asyncio.create_task(self._follow_member(upstream))
+        # the same word comes again, but only a change of it drains
+        if (pool := self.pools.get(upstream.pool_name)) and upstream.name in pool.draining:
+            upstream.drain(on=True, now=self._now())
+        return upstream
 
     async def _follow_member(self, upstream: Upstream) -> None:
         await self._ask_first(upstream)
@@ -154,9 +161,7 @@ class UpstreamRegistry:
                 continue
             if before is not None:
                 self._retire(before)
-            self.by_name[name] = upstream = Upstream(each, config, self._now())
-            upstream.back_at = self._now()
-            added.append(upstream)
+            added.append(self._make(each))
             told.append(f"engine {name} {'added' if before is None else 'replaced'}")
         for name in [name for name in self.by_name if name not in wanted]:
             self._retire(self.by_name.pop(name))
@@ -164,8 +169,10 @@ class UpstreamRegistry:
         self.has_bounds = self._has_bounds()
         await asyncio.gather(*map(self._ask_first, added))
         for upstream in added:
-            self._start_probe(upstream)
-            self._tasks[upstream] = asyncio.create_task(self._follow(upstream))
+            # a pool's controller may have removed it meanwhile
+            if self.by_name.get(upstream.name) is upstream:
+                self._start_probe(upstream)
+                self._tasks[upstream] = asyncio.create_task(self._follow(upstream))
         return told
 
     def all_of(self, pool: str) -> list[Upstream]:
