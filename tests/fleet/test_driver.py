@@ -176,7 +176,12 @@ def test_a_replica_without_a_file_is_not_left_running(
             tmp_path, "chat-1", ("--backend", "null"), "v", exit_unwatched=60.0, resources={},
             environ=os.environ,
         )  # fmt: skip
-    assert os.waitstatus_to_exitcode(os.waitpid(started[0].pid, 0)[1]) == -signal.SIGKILL
+    # a replica's process is reaped by its record
+    started[0].returncode = None
+    try:
+        assert started[0].wait(30) == -signal.SIGKILL
+    finally:
+        started[0].kill()
 
 
 def test_a_pool_keeps_its_latest_logs(tmp_path: Path) -> None:
