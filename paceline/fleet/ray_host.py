@@ -98,6 +98,8 @@ class _Placed:
     node: str = ""
     # the look that is under way
     asked: Any = None
+    # the word to end that is under way
+    ending: Any = None
     last: Look | None = None
 
 
@@ -276,9 +278,11 @@ class RayHost:
         if placed is None:
             return
         with contextlib.suppress(Exception):
-            ended = placed.actor.end.remote(kill)
-            if placed.node:
-                self._ray.wait([ended], timeout=_TIMEOUT)
+            # said again only once it was heard: a node that is cut off would be sent it for ever
+            if placed.ending is None or self._ray.wait([placed.ending], timeout=0)[0]:
+                placed.ending = placed.actor.end.remote(kill)
+                if placed.node:
+                    self._ray.wait([placed.ending], timeout=_TIMEOUT)
         has_ended = placed.last is not None and placed.last.alive is False
         if kill and (not placed.node or has_ended or placed.node in self._dead_nodes()):
             # an actor that was never placed has started nothing
