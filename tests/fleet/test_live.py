@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -32,6 +33,17 @@ async def test_no_stream_notices(tmp_path: Path) -> None:
         assert "2 of 2 replicas are up" in fleet.run("status").stdout
         again = fleet.run("up")
         assert again.returncode == 2 and "is this fleet's controller already" in again.stderr
+        # a file that is broken changes nothing
+        before = {each.name for each in fleet.records()}
+        fleet.file.write_text("[fleet")
+        assert fleet.controller is not None
+        fleet.controller.send_signal(signal.SIGHUP)
+        await fleet.until(lambda s: "reload_refused" in fleet.log())
+        assert fleet.controller.poll() is None
+        assert {each.name for each in fleet.records()} == before
+        for each in fleet.records():
+            assert b"FLEET_KEY" not in Path(f"/proc/{each.pid}/environ").read_bytes()
+        fleet.write()
         down = fleet.run("down")
         assert down.returncode == 0 and "all replicas have ended" in down.stdout, down.stderr
         assert not fleet.records()

@@ -43,7 +43,8 @@ async def pool_over(
             await stack.enter_async_context(scripted(step, metrics=PACELINE_METRICS))
             for step in steps
         ]
-        over = gateway_over(GatewayConfig(**fields), (ApiKey.of("root", "admin", KEY),))
+        keys = ApiKey.of("root", "admin", KEY), ApiKey.of("ann", "user", "secret-ann-0123")
+        over = gateway_over(GatewayConfig(**fields), keys)
         gateway, client = await stack.enter_async_context(over)
         client.headers.update(ADMIN)
         yield engines, gateway, client
@@ -142,8 +143,12 @@ async def test_who_may_speak() -> None:
         assert (await client.put("/admin/pools/other", json=said(engine))).status_code == 404
         assert (await client.post(POOL, json=said(engine))).status_code == 405
         assert (await client.put(POOL, content=b"x" * (1 << 20 | 1))).status_code == 413
-        nobody = await client.put(POOL, json=said(engine), headers={"Authorization": "Bearer no"})
-        assert nobody.status_code == 401
+        for key, status in (("no", 401), ("secret-ann-0123", 403)):
+            other = {"Authorization": f"Bearer {key}"}
+            answer = await client.put(POOL, json=said(engine), headers=other)
+            assert answer.status_code == status
+            assert (await client.get("/admin/pools", headers=other)).status_code == status
+        assert not (await client.get(POOL)).json()["engines"]
 
 
 async def test_a_stream_moves_again_and_again_and_loses_nothing() -> None:
