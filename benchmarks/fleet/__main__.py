@@ -75,6 +75,8 @@ def moves(count: int) -> dict[str, Any]:
             while made < count:
                 for name in names:
                     version += 1
+                    if version > 4 * count:
+                        raise RuntimeError(f"{version} words moved {made} streams")
                     word = {"epoch": epoch, "version": version, "engines": engines, "move": [name]}
                     await client.put(f"{fleet.url}/admin/pools/chat", json=word)
                     await streams.parts(4 * _STREAMS)

@@ -63,6 +63,8 @@ class Driver:
         self._now = now
         self._settings: dict[str, PoolSettings] = {}
         self._looked: Mapping[str, Look] = {}
+        # replica -> the last command, as an end is asked for until the process is gone
+        self._logged: dict[str, str] = {}
         # the status as written last, and whether that went well
         self._shown: Mapping[str, Any] = {}
         self._writes = True
@@ -157,7 +159,9 @@ class Driver:
             await self._gateways.told(pool, _LAST_WORD)
 
     async def _carry_out(self, command: Command, pool: str) -> None:
-        _log.info("%s name=%s version=%s", command.kind, command.name, command.version or "-")
+        if self._logged.get(command.name) != command.kind:
+            self._logged[command.name] = command.kind
+            _log.info("%s name=%s version=%s", command.kind, command.name, command.version or "-")
         if command.kind == "start":
             await self._host.start(command, self._settings[pool])
         else:
@@ -174,6 +178,7 @@ class Driver:
             if name in before and replica.state != before[name].state:
                 _log.info("replica_%s name=%s url=%s", replica.state, name, replica.url or "-")
         for name in before.keys() - after.keys():
+            self._logged.pop(name, None)
             look = self._looked.get(name)
             why = look.trouble if look is not None and look.trouble else "-"
             _log.info("replica_gone name=%s was=%s reason=%r", name, before[name].state, why)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from paceline.errors import ConfigError
@@ -92,6 +93,27 @@ async def test_a_pool_comes_up_changes_and_goes(tmp_path: Path) -> None:
             await settle(driver)
             await driver.say_last_word()
             assert not host.replicas
+
+
+async def test_an_end_that_is_asked_for_again_and_again_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stuck(FakeHost):
+        async def end(self, name: str, *, kill: bool) -> None:
+            """Its process cannot be ended."""
+
+    caplog.set_level("INFO", "paceline.fleet")
+    async with driving(Stuck(), "http://127.0.0.1:9", tmp_path) as driver:
+        await driver.start((replace(POOL, replicas=1),))
+        await driver.step()
+        driver.change(())
+        now = [time.monotonic()]
+        driver._now = lambda: now[0]
+        for _ in range(6):
+            now[0] += 10.0
+            await driver.step()
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("kill ")]
+    assert told == ["kill name=chat-1 version=-"]
 
 
 async def test_the_next_controller_adopts_and_the_old_one_gives_up(tmp_path: Path) -> None:
