@@ -38,3 +38,7 @@ def test_a_fleet_in_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert re.search(r"^killed chat-[12]$", told, re.MULTILINE)
     assert told.rstrip().endswith("data: [DONE]")
     assert "all replicas have ended" in printed(steps, "fleet down")
+    # both words are answered: of an engine that is not there, and of one that is drained too
+    told = printed(steps, "curl -X PUT")
+    assert told.count('"version":7') == 2 and told.count('"up":false') == 4, told
+    assert told.count('"draining":true') == 2
