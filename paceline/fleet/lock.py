@@ -20,7 +20,10 @@ _LOOK_SECONDS: Final = 0.05
 
 
 class ControllerLock:
-    """Lock of one folder, which is free as soon as its process is gone, however that ended."""
+    """Lock of one folder, which is free as soon as its process is gone, however that ended.
+
+    Raises ConfigError on entry if the folder cannot be used.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "lock"
@@ -28,8 +31,13 @@ class ControllerLock:
         self._file = -1
 
     def __enter__(self) -> ControllerLock:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        except FileNotFoundError:
+            # no fleet was started here
+            pass
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be opened: {error.strerror}") from None
         return self
 
     def __exit__(

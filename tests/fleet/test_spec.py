@@ -70,5 +70,12 @@ def test_which_replica_lacks_what(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["fleet", "up", str(file), "--check"]) == 0
     assert capsys.readouterr().out == "1 pools, 3 replicas: valid\n"
     assert read_fleet(file).state_folder(file).name.startswith("fleet-")
+    (tmp_path / "taken").touch()
+    (tmp_path / "held" / "lock").mkdir(parents=True)
+    for where, why in (("taken/state", "cannot be made"), ("held", "cannot be opened")):
+        file.write_text(FLEET + f'state_dir = "{where}"\n' + POOL)
+        assert main(["fleet", "up", str(file)]) == 2
+        assert why in capsys.readouterr().err
+    file.write_text(FLEET + POOL)
     assert main(["fleet", "status", str(file)]) == 2
     assert "no fleet of" in capsys.readouterr().err

@@ -71,6 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from paceline.errors import ConfigError
     from paceline.files import make_private_folder
     from paceline.fleet.spec import read_fleet
 
@@ -85,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
     from paceline.cli.terminal.logs import configure_logging
 
     configure_logging(args.log_level, args.log_format)
-    make_private_folder(folder)
+    try:
+        make_private_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"state_dir {folder} cannot be made: {error.strerror}") from None
     return _drive(args, file, folder)
 
 
