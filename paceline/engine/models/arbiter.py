@@ -106,17 +106,14 @@ def victims(residents: Iterable[Resident], lacking: int, places: int) -> tuple[s
     return tuple(each.name for each in chosen)
 
 
-def closes_at(
-    head_since: float, loaded_at: float, swap_seconds: float, slack: float, most: float
-) -> float:
+def closes_at(head_since: float, loaded_at: float, swap_seconds: float, most: float) -> float:
     """Return the time at which a model in use stops taking requests for one that waits without
     room.
 
     Args:
         head_since: since when the oldest request of the other has waited.
         loaded_at: since when the model in use is in memory.
-        slack: seconds that the other's request may wait by its TTFT target.
         most: seconds that it waits at most, requests that run apart.
     """
     begun = max(head_since, loaded_at)
-    return min(begun + max(_SERVES_SWAPS * swap_seconds, slack), head_since + most)
+    return min(begun + _SERVES_SWAPS * swap_seconds, head_since + most)

@@ -49,8 +49,6 @@ class Ticket:
 
     model: Model
     since: float
-    # seconds that it may wait by its target
-    slack: float
     is_granted: bool = False
     error: PacelineError | None = None
 

@@ -75,27 +75,26 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(
-        self, name: str, *, slack: float = math.inf, keep_alive: float | None = None
+        self, name: str, *, keep_alive: float | None = None
     ) -> AsyncGenerator[LoadableClient, None]:
         """Hold a model in memory; waits until it is there.
 
         Args:
-            slack: seconds that the request may wait by its target.
             keep_alive: seconds that it is kept after the lease; None: no change.
 
         Raises:
             UnknownModelError, ModelFailedError, ModelRoomError: see ``ModelStates.ask``.
             EngineDrainingError: the pool is being closed.
         """
-        ticket = await self.take(name, slack=slack)
+        ticket = await self.take(name)
         try:
             yield self.clients[ticket.model.name]
         finally:
             self.give(ticket, keep_alive)
 
-    async def take(self, name: str, *, slack: float = math.inf) -> Ticket:
+    async def take(self, name: str) -> Ticket:
         """Return a lease, to be ended by ``give``. Raises as ``lease`` does."""
-        ticket = self.ask(name, slack=slack)
+        ticket = self.ask(name)
         try:
             await self.granted(ticket)
         except BaseException:
@@ -103,11 +102,11 @@ class ModelPool:
             raise
         return ticket
 
-    def ask(self, name: str, *, slack: float = math.inf) -> Ticket:
+    def ask(self, name: str) -> Ticket:
         """Return a ticket, to be ended by ``give`` in any case. Raises as ``lease`` does."""
         if self._closed:
             raise EngineDrainingError("the server is shutting down and loads no more models")
-        ticket = self.states.ask(name, self._clock(), slack)
+        ticket = self.states.ask(name, self._clock())
         self._idle.clear()
         if not ticket.is_granted:
             self._waits[ticket] = asyncio.get_running_loop().create_future()

@@ -111,7 +111,7 @@ class ModelStates:
             )
         return model
 
-    def ask(self, name: str, now: float, slack: float = math.inf) -> Ticket:
+    def ask(self, name: str, now: float) -> Ticket:
         """Ask for a lease; see ``Ticket``. Raises UnknownModelError, ModelFailedError for a model
         that is not to be tried now, ModelRoomError for one that can never fit."""
         model = self.find(name)
@@ -121,7 +121,7 @@ class ModelStates:
             model.state = State.KNOWN
         if not model.is_resident and (error := self._never_fits(model)) is not None:
             raise error
-        ticket = Ticket(model, now, slack)
+        ticket = Ticket(model, now)
         model.use(now)
         if model.state is State.READY:
             self._grant(ticket)
@@ -152,21 +152,32 @@ class ModelStates:
             model.state, model.num_crashes = State.KNOWN, 0
         if not model.is_resident and (error := self._never_fits(model)) is not None:
             raise error
-        model.wanted, model.to_go = True, False
+        is_going = isinstance(self._current, Unload) and self._current.model is model
+        # one that is in memory is not to be loaded again once it has made way
+        model.wanted = is_going or model.state in (State.KNOWN, State.UNLOADED)
+        model.to_go = False
+        if self._room_for is None:
+            self._open_all()
         return model
 
     def unload(self, name: str) -> Model:
-        """Have a model unloaded as soon as no lease is left; until then it gives none."""
+        """Have a model unloaded as soon as no lease is left; until then it gives none. One that is
+        not in memory is not loaded for ``load`` any more."""
         model = self.find(name)
-        model.wanted, model.to_go = False, True
+        model.wanted = False
+        model.to_go = model.is_resident or model.state is State.LOADING
         if model.state is State.READY:
             model.state = State.DRAINING
+        self._reopen()
         return model
 
     def pin(self, name: str, *, pinned: bool) -> Model:
         """Keep a model in memory once it is there, or no longer."""
         model = self.find(name)
         model.spec = replace(model.spec, pinned=pinned)
+        if pinned:
+            # it makes no way any more
+            self._open(model)
         return model
 
     # ------------------------------------------------------------------ what to do
@@ -299,7 +310,9 @@ class ModelStates:
 
     def _coming(self, now: float) -> Action | None:
         """Return the load of the model whose request has waited longest, or who makes way."""
-        head = self._head()
+        while (head := self._head()) is not None and (error := self._never_fits(head)) is not None:
+            # others were pinned meanwhile
+            self._refuse(head, error)
         if head is None:
             return None
         lacking = head.account.total - self.ledger.free
@@ -337,10 +350,7 @@ class ModelStates:
         swap = self.loads.predict(head.name, head.account.total)
         most = self._switch_wait
         most = max(_SWITCH_SECONDS, _SWITCH_LOADS * swap) if most is None else most
-        slack = min((ticket.slack for ticket in head.waiting), default=math.inf)
-        # without a target nothing is gained by waiting longer than the swaps are worth
-        slack = 0.0 if slack == math.inf else max(0.0, slack - swap)
-        return closes_at(_since(head), model.loaded_at, swap, slack, most)
+        return closes_at(_since(head), model.loaded_at, swap, most)
 
     def _reopen(self) -> None:
         """Let models take requests again that make way for one that is not wanted any more."""
@@ -352,10 +362,13 @@ class ModelStates:
 
     def _open_all(self) -> None:
         for model in self.models.values():
-            going = self._current is not None and self._current.model is model
-            if model.state is State.DRAINING and not going and not model.to_go:
-                model.state = State.READY
-                self._admit(model)
+            self._open(model)
+
+    def _open(self, model: Model) -> None:
+        is_going = self._current is not None and self._current.model is model
+        if model.state is State.DRAINING and not is_going and not model.to_go:
+            model.state = State.READY
+            self._admit(model)
 
     def _is_idle(self, model: Model) -> bool:
         return (
@@ -376,12 +389,17 @@ class ModelStates:
         return few and total <= self.ledger.memory
 
     def _never_fits(self, model: Model) -> ModelRoomError | None:
-        pinned = sum(
+        pinned = [
             self.ledger.accounts[other.name].total
             for other in self.models.values()
             if other.spec.pinned and other is not model and other.name in self.ledger.accounts
-        )
-        room = self.ledger.memory - pinned
+        ]
+        if self._max is not None and len(pinned) >= self._max:
+            return ModelRoomError(
+                f"The model {model.name} has no place: at most {self._max} are in memory at once, "
+                f"and {len(pinned)} are pinned"
+            )
+        room = self.ledger.memory - sum(pinned)
         if model.account.total <= room:
             return None
         why = " next to pinned models" if pinned else ""
@@ -417,7 +435,12 @@ class ModelStates:
         self, model: Model, why: str, retry_at: float, error: PacelineError | None = None
     ) -> None:
         model.state, model.reason, model.retry_at = State.FAILED, why, retry_at
-        model.wanted = model.to_go = False
+        model.to_go = False
+        self._refuse(model, error)
+
+    def _refuse(self, model: Model, error: PacelineError | None) -> None:
+        """Refuse all who wait for a model; None: as it has failed."""
+        model.wanted = False
         waiting, model.waiting = model.waiting, []
         for ticket in waiting:
             ticket.error = error or _failed(model, ticket.since)

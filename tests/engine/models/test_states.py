@@ -103,16 +103,6 @@ def test_a_model_takes_requests_again_once_none_waits_for_its_room() -> None:
     states.check_integrity()
 
 
-def test_a_target_of_the_waiting_request_lets_the_other_go_on_for_longer() -> None:
-    states = ModelStates([_spec("a"), _spec("b")], 15, switch_wait=100.0)
-    _load(states, "a", 0.0)
-    states.ask("a", 5.0)
-    states.ask("b", 5.0, slack=50.0)
-    states.next(5.0)
-    swap = states.loads.predict("b", 10)
-    assert states.wake_at(5.0) == pytest.approx(5.0 + 50.0 - swap)
-
-
 def test_keep_alive_is_the_requests_then_the_models_then_the_servers() -> None:
     states = ModelStates([_spec("a", keep_alive=30.0), _spec("b")], 100, keep_alive=7.0)
     assert states.kept(states.models["a"]) == 30.0
@@ -205,6 +195,51 @@ def test_asked_unload_waits_for_leases() -> None:
     assert isinstance(states.next(2.0), Load), "a request waits for it"
 
 
+def test_load_takes_an_unload_back_and_loads_none_that_is_there() -> None:
+    states = ModelStates([_spec("a", keep_alive=5.0)], 100)
+    _load(states, "a", 0.0)
+    held = states.ask("a", 1.0)
+    states.unload("a")
+    states.load("a")
+    assert states.ask("a", 1.0).is_granted
+    states.leave(held, 1.0)
+    for ticket in tuple(states.models["a"].leases):
+        states.leave(ticket, 2.0)
+    assert states.next(2.0) is None
+    assert states.next(7.0) == Unload(states.models["a"], "keep_alive")
+    states.unloaded(states.models["a"], "keep_alive")
+    assert states.next(7.0) is None, "none wants it"
+
+
+def test_unload_of_a_model_that_is_not_there_does_not_end_its_next_load() -> None:
+    states = ModelStates([_spec("a")], 100)
+    states.unload("a")
+    _load(states, "a", 0.0)
+    assert states.next(1.0) is None
+    # a load that was asked for and has not begun is not
+    states = ModelStates([_spec("a")], 100)
+    states.load("a")
+    states.unload("a")
+    assert states.next(0.0) is None
+
+
+def test_who_waits_for_a_model_without_a_place_is_refused() -> None:
+    states = ModelStates([_spec("a", pinned=True), _spec("b")], 100, max_models=1)
+    _load(states, "a", 0.0)
+    with pytest.raises(ModelRoomError, match="at most 1 are in memory at once, and 1 are pinned"):
+        states.ask("b", 1.0)
+    states = ModelStates([_spec("a"), _spec("b")], 15, switch_wait=0.0)
+    _load(states, "a", 0.0)
+    held, waits = states.ask("a", 5.0), states.ask("b", 5.0)
+    states.next(5.0)
+    behind = states.ask("a", 5.0)
+    states.pin("a", pinned=True)
+    assert _is_granted(behind), "a pinned model makes no way"
+    assert states.next(6.0) is None
+    assert isinstance(waits.error, ModelRoomError) and held.is_granted
+    states.check_integrity()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_events_never_unload_a_leased_model(seed: int) -> None:
     draw = random.Random(seed)
@@ -230,8 +265,7 @@ def test_random_events_never_unload_a_leased_model(seed: int) -> None:
         what = draw.random()
         if what < 0.3:
             with contextlib.suppress(ModelFailedError, ModelRoomError):
-                slack = draw.choice([1.0, math.inf])
-                waiting.append(states.ask(f"m{draw.randrange(7)}", now, slack))
+                waiting.append(states.ask(f"m{draw.randrange(7)}", now))
         elif what < 0.55 and granted:
             ticket = granted.pop(draw.randrange(len(granted)))
             states.leave(ticket, now, draw.choice([None, None, 0.0, 50.0]))
@@ -242,6 +276,8 @@ def test_random_events_never_unload_a_leased_model(seed: int) -> None:
         elif what < 0.63:
             with contextlib.suppress(ModelRoomError):
                 states.load(f"m{draw.randrange(7)}")
+        elif what < 0.632:
+            states.pin(f"m{draw.randrange(7)}", pinned=draw.random() < 0.3)
         elif what < 0.64:
             resident = [m for m in states.models.values() if m.is_resident]
             busy = action is not None and action.model
