@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from paceline.bench.calibrate.asking import Answers
@@ -29,10 +30,13 @@ from paceline.checkpoints.hub.pip_models import pull
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.engine.blocks.fingerprint import file_digests
+from paceline.engine.models.turn import Turn, make_page
 from paceline.files import make_private_folder
 from paceline.fleet.lock import ControllerLock
 from paceline.fleet.replica import start_replica
 from paceline.gateway.billing.ledger import Ledger
+from paceline.gateway.cascade.shadow import _append
+from paceline.gateway.settings.calibration import Shadow
 from paceline.gateway.settings.prices import Used
 from paceline.server.batches.store import BatchStore
 from tests.cli.servers import start_server
@@ -57,7 +61,9 @@ PLACES = {
     "engine/recorder.py": "",
     "engine/blocks/disk.py": "",
     "engine/blocks/opening.py": "its folder",
+    "engine/models/turn.py": "",
     "gateway/billing/ledger.py": "",
+    "gateway/cascade/shadow.py": "",
     "server/batches/database.py": "",
     "server/batches/store.py": "",
     "timeline/chrome.py": "",
@@ -71,6 +77,7 @@ PLACES = {
     "web/what_if/storage.py": "a folder by mkdtemp, which makes it 0700",
     "cli/simulation/what_if.py": "in that folder",
     "cli/fleet/command.py": "the folder of a fleet, 0700",
+    "cli/serve/command.py": "a temporary folder, 0700, for the page of turns",
     "fleet/ray_host.py": "that folder on a node",
     "fleet/lock.py": "0600, in that folder",
     "fleet/replica.py": "0600, in that folder",
@@ -212,6 +219,22 @@ def test_what_a_store_of_kv_blocks_writes(tmp_path: Path) -> None:
     core.close()
     assert {"00000.seg", "00000.idx", "lock", "digests.json"} <= files(tmp_path)
     assert public(tmp_path) == []
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_engines_that_take_turns_write(tmp_path: Path) -> None:
+    make_page(tmp_path / "turns")
+    turn = Turn(tmp_path / "turns")
+    assert {path.name for path in tmp_path.iterdir()} == {"turns", "turns.0"}
+    assert public(tmp_path) == []
+    turn.close()
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_shadow_traffic_writes(tmp_path: Path) -> None:
+    said = msgspec.Raw(b"{}")
+    _append(tmp_path / "shadow.jsonl", Shadow("a", "b", {}, said, said))
+    assert files(tmp_path) == {"shadow.jsonl"} and public(tmp_path) == []
 
 
 @pytest.mark.usefixtures("open_umask")

@@ -10,9 +10,9 @@ Two teams of threads that compute at once on the same cores disturb each other f
 gain. The wait is outside of what a backend measures, so step times stay true; the scheduler is told
 how long others take (``neighbours``).
 
-A holder that has died is passed over by whom it keeps waiting, and so is, after a while, one that
-hangs: others then compute without the turn, slowly and not never. The page is guarded by a file
-lock, which the system releases when its holder dies.
+A holder that has died is passed over by the engines that wait for it, and so is, after a while, one
+that hangs or was stopped: others then compute without the turn, slowly and not never. The page is
+guarded by a file lock, which the system releases when its holder dies.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from paceline.engine.models.arbiter import Contender, choose_turn, longest_step
 from paceline.errors import ConfigError
+from paceline.files import private_opener
 
 __all__ = ["SharingBackend", "Turn", "TurnUse", "make_page", "read_uses"]
 
@@ -44,6 +45,8 @@ _HEAD: Final = struct.Struct("<qdq")
 _SLOT: Final = struct.Struct("<q" + "d" * 8 + "q")
 # longest time, s, without looking whether the holder lives
 _LOOK: Final = 0.05
+# shortest wait for the page's lock, s, which is held for microseconds
+_SHORTEST_WAIT: Final = 1e-5
 # a holder is passed over after this multiple of its predicted time, at least so many seconds
 _OVERRUN: Final = 8.0
 _LEAST_OVERRUN: Final = 0.5
@@ -90,7 +93,8 @@ class TurnUse:
 
 def make_page(path: Path) -> None:
     """Write an empty page; engines open it by its path."""
-    path.write_bytes(bytes(_HEAD.size + _SLOTS * _SLOT.size))
+    with open(path, "wb", opener=private_opener) as file:
+        file.write(bytes(_HEAD.size + _SLOTS * _SLOT.size))
 
 
 def read_uses(path: Path) -> list[TurnUse]:
@@ -260,7 +264,19 @@ class Turn:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        """Hold the page's lock; go on without it where an engine that was stopped keeps it, as two
+        that compute at once are better than none."""
+        began, wait = time.monotonic(), _SHORTEST_WAIT
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() - began > _LEAST_OVERRUN:
+                    break
+                time.sleep(wait)
+                wait = min(2 * wait, _LOOK)
+            else:
+                break
         try:
             yield
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -99,6 +101,18 @@ def test_an_engine_that_hangs_is_counted_as_passed_over(page: Path) -> None:
     waiting.close()
     assert len(read_uses(page)) == 1
     holder.close()
+
+
+def test_an_engine_that_is_stopped_with_the_page_locked_keeps_no_other(page: Path) -> None:
+    turn = Turn(page)
+    stopped = os.open(page, os.O_RDWR)
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    with turn:
+        pass
+    (use,) = read_uses(page)
+    assert use.pid == os.getpid()
+    os.close(stopped)
+    turn.close()
 
 
 def test_neighbours_are_those_that_compute_lately(page: Path) -> None:
