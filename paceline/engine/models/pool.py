@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -61,9 +60,10 @@ class ModelPool:
         self._starts, self._measure, self._clock = starts, measure, clock
         self._spare = spare
         self.clients: dict[str, LoadableClient] = {}
-        # called on the event loop with each change of a model
-        self.on_change: Callable[[Model], None] | None = None
+        # the action under way, and unloads of models whose engine has ended
         self._doing: asyncio.Task[None] | None = None
+        self._is_loading = False
+        self._ended: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         # requests that wait, and futures of those who wait for a model's state
         self._waits: dict[Ticket, asyncio.Future[None]] = {}
@@ -162,7 +162,7 @@ class ModelPool:
         return min(0.99, (self._clock() - self._load_began) / max(1e-3, expected))
 
     async def changed(self) -> None:
-        """Return after the next change of a model."""
+        """Return after the next change of a model, or once the pool is drained."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers.add(future)
         try:
@@ -173,11 +173,13 @@ class ModelPool:
     async def drain(self, timeout: float) -> None:
         """Take no more requests, wait up to ``timeout`` seconds for leases, abort the rest."""
         self._closed = True
+        ends = time.monotonic() + timeout
         for waits in self._waits.values():
             if not waits.done():
                 waits.set_exception(EngineDrainingError("the server is shutting down"))
+        self._wake_watchers()
         await asyncio.gather(*(client.drain(timeout) for client in self.clients.values()))
-        await happens_within(self._idle, timeout)
+        await happens_within(self._idle, max(0.0, ends - time.monotonic()))
 
     async def close(self) -> None:
         """End all engines."""
@@ -185,8 +187,10 @@ class ModelPool:
         if self._timer is not None:
             self._timer.cancel()
         if self._doing is not None:
-            self._doing.cancel()
-            await asyncio.gather(self._doing, return_exceptions=True)
+            if self._is_loading:
+                # an engine that ends is waited for
+                self._doing.cancel()
+            await asyncio.gather(self._doing, *self._ended, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self.clients.values()))
         if self._spare is not None:
             self._spare.close()
@@ -217,14 +221,15 @@ class ModelPool:
 
     async def _do(self, action: Action) -> None:
         model = action.model
-        self._note(model)
-        if isinstance(action, Load):
+        self._wake_watchers()
+        self._is_loading = isinstance(action, Load)
+        if self._is_loading:
             await self._load(model)
         else:
             await self._unload(model)
             self.states.unloaded(model, action.reason)
             _log.info("model_unloaded name=%s reason=%s", model.name, action.reason)
-        self._note(model)
+        self._wake_watchers()
         self._kick()
         if self._spare is not None and self._doing is asyncio.current_task():
             # nothing is loaded next: the processors are free for it
@@ -234,7 +239,9 @@ class ModelPool:
         began = self._load_began = self._clock()
         client = self.clients.get(model.name)
         try:
-            start = self._starts[model.name]
+            start = self._starts.get(model.name)
+            if start is None:
+                raise CheckpointError(model.spec.broken)
             engine = await start(None if client is None else client.tokenizer)
         except Exception as error:
             known = isinstance(error, PacelineError)
@@ -251,6 +258,9 @@ class ModelPool:
         account = model.account
         if self._measure is not None:
             account = await asyncio.to_thread(self._measure, engine, account)
+            if client.engine is not engine:
+                # it has ended meanwhile, as ``_died`` has taken in
+                return
         seconds = self._clock() - began
         if self.states.loaded_as(model, account, seconds, self._clock()):
             _log.info(
@@ -273,12 +283,13 @@ class ModelPool:
         """Take in that a model's engine ended too often; others go on."""
         _log.error("model_dead name=%s reason=%r", model.name, str(error))
         self.states.failed(model, str(error), self._clock(), crashed=True)
-        self._note(model)
-        asyncio.ensure_future(self._unload(model)).add_done_callback(lambda _: self._kick())
+        self._wake_watchers()
+        task = asyncio.create_task(self._unload(model))
+        self._ended.add(task)
+        task.add_done_callback(self._ended.discard)
+        task.add_done_callback(lambda _: self._kick())
 
-    def _note(self, model: Model) -> None:
-        if self.on_change is not None:
-            self.on_change(model)
+    def _wake_watchers(self) -> None:
         for future in tuple(self._watchers):
             with contextlib.suppress(asyncio.InvalidStateError):
                 future.set_result(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,12 +14,15 @@ from paceline.backends.reference.null import NullBackend
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.models.client import LoadableClient
 from paceline.engine.models.ledger import Account
-from paceline.engine.models.model import State
+from paceline.engine.models.model import ModelSpec, State
 from paceline.engine.models.pool import ModelPool
+from paceline.engine.models.states import ModelStates
+from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import ByteTokenizer, null_pool
 from paceline.engine.types import GenerationRequest
 from paceline.errors import (
     CheckpointError,
+    EngineDeadError,
     EngineDrainingError,
     ModelFailedError,
     UnknownModelError,
@@ -132,8 +136,6 @@ async def test_an_engine_that_ends_for_good_takes_its_model_alone_and_is_loaded_
         engine = client._engine
         assert engine is not None and engine.on_dead is not None
         lost = await pool.take("a")
-        from paceline.errors import EngineDeadError
-
         engine.on_dead(EngineDeadError("it ended too often"))
         assert pool.states.models["a"].state is State.FAILED
         assert pool.states.models["b"].state is State.READY
@@ -143,6 +145,56 @@ async def test_an_engine_that_ends_for_good_takes_its_model_alone_and_is_loaded_
         # a caller may have it tried before its rest is over
         await pool.load("a")
         assert len(await _generate(client)) == 4
+
+
+async def test_a_file_that_was_broken_at_start_says_why_again() -> None:
+    async with _pool({"a": 10}, 30) as pool:
+        states = pool.states
+        broken = ModelStates(
+            [ModelSpec(name="b", account=Account(), broken="b.gguf is truncated")], 10
+        )
+        states.models |= broken.models
+        states._by_name |= broken.models
+        with pytest.raises(ModelFailedError, match=r"b\.gguf is truncated"):
+            await pool.load("b")
+        assert states.models["b"].num_crashes == 1, "no second try"
+
+
+async def test_an_engine_that_ends_while_its_load_is_measured_is_not_served() -> None:
+    async with _pool({"a": 10}, 30) as pool:
+        pool.unload("a")
+
+        def measure(engine: EngineClient, booked: Account) -> Account:
+            assert engine.on_dead is not None
+            dead = EngineDeadError("it was killed")
+            loop.call_soon_threadsafe(engine.on_dead, dead)
+            time.sleep(0.05)
+            return booked
+
+        loop = asyncio.get_running_loop()
+        pool._measure = measure
+        with pytest.raises(ModelFailedError, match="it was killed"):
+            await pool.load("a")
+        assert pool.states.models["a"].state is State.FAILED and pool.clients["a"].engine is None
+
+
+async def test_the_end_waits_for_an_unload() -> None:
+    pool = await null_pool({"a": 10}, 30, _backend)
+    engine = pool.clients["a"].engine
+    assert engine is not None
+    close, ended = engine.close, False
+
+    async def slowly() -> None:
+        nonlocal ended
+        await asyncio.sleep(0.05)
+        await close()
+        ended = True
+
+    engine.close = slowly  # type: ignore[method-assign]
+    pool.unload("a")
+    await asyncio.sleep(0.01)
+    await pool.close()
+    assert ended
 
 
 async def test_keep_alive_of_nothing_unloads_after_the_lease() -> None:
