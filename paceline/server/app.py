@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,8 +60,8 @@ class SeveralModels:
     first: str
     # requests load the models that they name
     autoload: bool = True
-    # seconds of loading above which a request is refused for now; None: any number
-    max_wait: float | None = None
+    # seconds of loading above which a request is refused for now, by name; any number without
+    max_waits: Mapping[str, float] = field(default_factory=dict)
     # returns the use of turns (``engine.models.turn``) by name; None: engines take none
     turns: Callable[[], Mapping[str, TurnUse]] | None = None
 
@@ -133,7 +133,7 @@ def _several(models: SeveralModels, service: Service) -> tuple[APIRouter, ...]:
         models.first,
         _ROUTERS,
         autoload=models.autoload,
-        max_wait=models.max_wait,
+        max_waits=models.max_waits,
     )
     service.models = found
     service.metrics.registry.register(ModelCollector(models.pool.states, models.turns))

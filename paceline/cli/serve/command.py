@@ -257,7 +257,11 @@ def _run_several(
                 configs=configs,
                 first=first,
                 autoload=args.models_autoload,
-                max_wait=several.settings[first].scheduler.max_predicted_ttft_s,
+                max_waits={
+                    name: settings.scheduler.max_predicted_ttft_s
+                    for name, settings in several.settings.items()
+                    if settings.scheduler.max_predicted_ttft_s is not None
+                },
                 turns=partial(turn_uses, pool, turns),
             ),
         )

@@ -270,7 +270,7 @@ class ModelStates:
                 return seconds
         return math.inf if self._all_fit() else _KEEP_ALIVE
 
-    def wait_for(self, name: str, now: float) -> float:
+    def wait_for(self, name: str) -> float:
         """Return the predicted seconds until a lease of the model is granted."""
         model = self.find(name)
         if model.state is State.READY:

@@ -133,6 +133,8 @@ class Service:
     models: ModelFinder | None = None
     # answers by method and path of the route
     handlers: dict[tuple[str, str], Handler] = field(default_factory=dict)
+    # of the server of several models, of which this is one; None: this is the server's
+    front: Service | None = None
     # the server takes no new generation requests any more
     draining: bool = False
     # why the engine is gone; None while it is there
@@ -166,7 +168,7 @@ class Service:
     @property
     def is_ending(self) -> bool:
         """Whether an answer that begins now is the last one on its connection."""
-        return self.draining or self.dead is not None
+        return self.draining or self.dead is not None or bool(self.front and self.front.is_ending)
 
     def refuse_if_draining(self) -> None:
         """Raise EngineDeadError or EngineDrainingError if the server ends for that reason."""
@@ -219,10 +221,14 @@ class Service:
         )
 
     def enter(self) -> None:
+        if self.front is not None:
+            self.front.enter()
         self.in_flight += 1
         self.idle.clear()
 
     def leave(self) -> None:
+        if self.front is not None:
+            self.front.leave()
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
@@ -417,8 +423,8 @@ def make_service(
             service.tracing = Tracing(config.otlp_endpoint, names[0])
         service.limiter = _limiter(config, metrics)
     else:
+        service.front, service.responses = front, front.responses
         service.limiter, service.tracing = front.limiter, front.tracing
-        service.responses = front.responses
         if is_first:
             service.under_way = front.under_way
         else:

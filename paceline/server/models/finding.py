@@ -29,7 +29,12 @@ from paceline.http.fields import show
 from paceline.http.sse import unless_disconnected
 from paceline.server.generation.service import Handler, Service, make_service
 from paceline.server.settings.config import ServerConfig
-from paceline.server.transport.middleware import GENERATE_PATHS, keep_object, read_object
+from paceline.server.transport.middleware import (
+    GENERATE_PATHS,
+    keep_object,
+    may_administer,
+    read_object,
+)
 
 __all__ = ["Models", "seconds_of"]
 
@@ -42,7 +47,10 @@ _BY_BODY: Final = GENERATE_PATHS | {
 _BY_QUERY: Final = frozenset({"/props", "/slots", "/tokenizer_info"})
 _SWITCH: Final = {"1": True, "true": True, "0": False, "false": False}
 _TAG: Final = ":latest"
+_NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+# seconds above which a duration is for ever
+_LONGEST: Final = 1e9
 _UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -53,7 +61,7 @@ class Models:
         configs: the settings of each model's service, by name; read when it is first in memory.
         first: the model of requests that name none.
         routers: make the routes of a service.
-        max_wait: seconds of loading above which a request gets 429 instead; None: any.
+        max_waits: seconds of loading above which a request gets 429 instead, by name of the model.
         autoload: requests load what they name, unless their query has ``autoload=false``.
     """
 
@@ -65,12 +73,12 @@ class Models:
         first: str,
         routers: Sequence[Callable[[Service], object]],
         *,
-        autoload: bool = True,
-        max_wait: float | None = None,
+        autoload: bool,
+        max_waits: Mapping[str, float],
     ) -> None:
         self.pool, self.front, self.first = pool, front, first
         self._configs, self._routers, self._autoload = configs, routers, autoload
-        self._max_wait = max_wait
+        self._max_waits = max_waits
         self.services: dict[str, Service] = {}
         self._making: dict[str, asyncio.Task[Service]] = {}
 
@@ -94,6 +102,9 @@ class Models:
             if not _SWITCH.get(loads, self._autoload):
                 self._check_loaded(name)
             keep_alive = seconds_of(body.get("keep_alive")) if path.startswith("/api/") else None
+            if not may_administer(request):
+                # it unloads the model for all
+                keep_alive = None
             known = self.known(name)
             self._check_wait(known)
             ticket = self.pool.ask(known)
@@ -145,14 +156,14 @@ class Models:
 
     def _check_wait(self, name: str) -> None:
         """Raise QueueFullError where a model's load alone takes longer than a request may wait."""
-        seconds = self.pool.states.wait_for(name, self.pool.now())
-        if self._max_wait is not None and seconds > self._max_wait:
+        seconds, longest = self.pool.states.wait_for(name), self._max_waits.get(name, math.inf)
+        if seconds > longest:
             # who comes back by then finds it in memory
             with suppress(PacelineError):
                 self.pool.prefetch(name)
             raise QueueFullError(
                 f"The model {name} is not in memory: its load takes {seconds:.1f} s, and at most "
-                f"{self._max_wait:g} s to the first token are allowed",
+                f"{longest:g} s to the first token are allowed",
                 seconds,
                 "predicted-ttft",
             )
@@ -196,17 +207,15 @@ def seconds_of(value: object) -> float | None:
     for ever. None for none. Raises InvalidRequestError."""
     if value is None or value == "":
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
-        return math.inf if value < 0 else float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+        return math.inf if value < 0 or value > _LONGEST else float(value)
     if isinstance(value, str):
         text = value.strip()
-        if re.fullmatch(r"-.+", text):
-            return math.inf
-        if re.fullmatch(r"\d+(\.\d+)?", text):
-            return float(text)
-        parts = _DURATION.findall(text)
-        if parts and "".join(number + unit for number, unit in parts) == text:
-            return sum(float(number) * _UNITS[unit] for number, unit in parts)
+        number = text.removeprefix("-")
+        parts = [(number, "s")] if _NUMBER.fullmatch(number) else _DURATION.findall(number)
+        if parts and number in (parts[0][0], "".join(each + unit for each, unit in parts)):
+            seconds = sum(float(each) * _UNITS[unit] for each, unit in parts)
+            return math.inf if number != text or seconds > _LONGEST else seconds
     raise InvalidRequestError(
         f"keep_alive must be seconds or a duration such as 5m, got {show(value)}", "keep_alive"
     )

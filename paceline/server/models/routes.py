@@ -28,7 +28,7 @@ from paceline.server.protocol.field_types import boolean, ignored, needed, strin
 from paceline.server.protocol.responses import encode
 from paceline.server.transport.endpoint import JSON_BODY, with_ignored
 from paceline.server.transport.errors import llama_error_body, ollama_error_body
-from paceline.server.transport.middleware import read_object
+from paceline.server.transport.middleware import may_administer, read_object
 from paceline.server.transport.responses import Handler, Routes, encoded
 
 __all__ = ["ModelBody", "PinBody", "PullBody", "model_routers"]
@@ -107,7 +107,7 @@ def _llama(models: Models) -> Routes:
         return with_ignored(encoded({"success": True}), body)
 
     async def pin(request: Request) -> Response:
-        _check_may_change(front, request)
+        _check_may_change(request)
         body = PinBody.read(await read_object(request, front.config), front.rules)
         pool.pin(models.known(body.model), pinned=bool(body.pinned))
         return with_ignored(encoded({"success": True}), body)
@@ -167,13 +167,13 @@ def _has(models: Models, name: str) -> bool:
 
 
 async def _asked(front: Service, request: Request) -> ModelBody:
-    _check_may_change(front, request)
+    _check_may_change(request)
     return ModelBody.read(await read_object(request, front.config), front.rules)
 
 
-def _check_may_change(front: Service, request: Request) -> None:
+def _check_may_change(request: Request) -> None:
     """Raise HttpError 403 for a caller who may not load and unload models."""
-    if len(front.keys) and not request.scope["state"]["speaks_for_others"]:
+    if not may_administer(request):
         raise HttpError(403, f"{request.scope['path']} requires a key of scope admin")
 
 
@@ -231,7 +231,7 @@ def _ollama_card(models: Models, model: Model) -> dict[str, Any]:
 
 def _running_card(models: Models, model: Model) -> dict[str, Any]:
     kept = models.pool.states.kept(model)
-    if model.spec.pinned or kept == math.inf:
+    if model.spec.pinned or kept > _FOREVER:
         kept = _FOREVER
     # a model in use stays for as long after that
     left = kept if model.leases else model.last_used + kept - models.pool.now()
@@ -247,7 +247,7 @@ def _running_card(models: Models, model: Model) -> dict[str, Any]:
 async def _changes(models: Models) -> AsyncGenerator[bytes, None]:
     """Yield the state of each model, and then of each that changes."""
     shown: dict[str, str] = {}
-    while True:
+    while not models.front.is_ending:
         for model in models.pool.states.models.values():
             if shown.get(model.name) != model.state.value:
                 shown[model.name] = model.state.value

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -35,7 +36,11 @@ def _backend(name: str) -> NullBackend:
 
 @asynccontextmanager
 async def _server(
-    memory: int = 30, *, autoload: bool = True, max_wait: float | None = None, **config: Any
+    memory: int = 30,
+    *,
+    autoload: bool = True,
+    max_waits: Mapping[str, float] = MappingProxyType({}),
+    **config: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, ModelPool]]:
     mib = 2**20
     sizes = {"small": 10 * mib, "large": 20 * mib, "huge": 99 * mib, "broken": 10 * mib}
@@ -51,7 +56,7 @@ async def _server(
         configs={name: (lambda name=name: config_of(name)) for name in sizes},  # type: ignore[misc]
         first="small",
         autoload=autoload,
-        max_wait=max_wait,
+        max_waits=max_waits,
     )
     app = create_app(FrontClient(pool, "small"), config_of("small"), models=several)
     async with connect(app) as http:
@@ -166,7 +171,7 @@ async def test_a_server_without_autoload_loads_what_is_asked_for_alone() -> None
 
 
 async def test_a_load_that_takes_too_long_is_refused_for_now_and_begins() -> None:
-    async with _server(max_wait=0.0) as (http, pool):
+    async with _server(max_waits={"large": 0.0}) as (http, pool):
         body = {"model": "large", "prompt": "hi", "max_tokens": 2}
         refused = await http.post("/v1/completions", json=body)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
@@ -196,12 +201,20 @@ async def test_only_admins_change_models() -> None:
         ApiKey.of("user", "user", "sk-user-key"),
         ApiKey.of("boss", "admin", "sk-boss-key"),
     )
-    async with _server(api_keys=keys) as (http, _):
+    async with _server(api_keys=keys) as (http, pool):
         body = {"model": "large"}
         user, boss = ({"Authorization": f"Bearer sk-{who}-key"} for who in ("user", "boss"))
         assert (await http.post("/models/load", json=body)).status_code == 401
-        assert (await http.post("/models/load", json=body, headers=user)).status_code == 403
-        assert (await http.post("/models/load", json=body, headers=boss)).status_code == 200
+        for path in ("/models/load", "/models/unload", "/models/pin"):
+            assert (await http.post(path, json=body, headers=user)).status_code == 403
+            assert (await http.post(path, json=body, headers=boss)).status_code == 200
+        # keep_alive unloads a model for all, too
+        asked = {"model": "small", "prompt": "x", "stream": False, "keep_alive": 0}
+        asked["options"] = {"num_predict": 2}
+        for headers, keeps in ((user, None), (boss, 0.0)):
+            answer = await http.post("/api/generate", json=asked, headers=headers)
+            assert answer.status_code == 200
+            assert pool.states.models["small"].keep_alive == keeps
 
 
 async def test_ollamas_empty_prompt_loads_and_its_keep_alive_unloads() -> None:
@@ -211,6 +224,10 @@ async def test_ollamas_empty_prompt_loads_and_its_keep_alive_unloads() -> None:
         assert loaded.json()["done_reason"] == "load" and large.state is State.READY
         await http.post("/api/generate", json={"model": "large", "keep_alive": "1h30m"})
         assert pool.states.kept(large) == 5400.0
+        await http.post("/api/generate", json={"model": "large", "keep_alive": 1e12})
+        shown = (await http.get("/api/ps")).json()["models"]
+        (expires,) = (each["expires_at"] for each in shown if each["name"] == "large")
+        assert expires.startswith("21")
         gone = await http.post(
             "/api/generate", json={"model": "large", "keep_alive": 0, "stream": False}
         )
@@ -220,7 +237,8 @@ async def test_ollamas_empty_prompt_loads_and_its_keep_alive_unloads() -> None:
         assert (await http.post("/api/pull", json={"model": "other"})).status_code == 404
 
 
-async def test_changes_are_followed_as_events() -> None:
+@pytest.mark.parametrize("ends", ["caller", "server"])
+async def test_changes_are_followed_as_events(ends: str) -> None:
     async with _server() as (http, pool):
         app = http._transport.app  # type: ignore[attr-defined]
         received: list[bytes] = []
@@ -244,7 +262,11 @@ async def test_changes_are_followed_as_events() -> None:
         await pool.load("large")
         while b"".join(received).count(b'"large"') < 2:
             await asyncio.sleep(0)
-        gone.set()
+        if ends == "caller":
+            gone.set()
+        else:
+            app.state.service.draining = True
+            await pool.drain(30.0)
         await following
         lines = b"".join(received).decode().split("\n\n")
         shown = [json.loads(each.removeprefix("data: ")) for each in lines if "data:" in each]
@@ -266,6 +288,59 @@ async def test_metrics_have_series_of_each_model_under_one_head() -> None:
         assert text.count("# TYPE http_requests_total ") == 1
 
 
+async def test_requests_of_all_models_count_as_the_servers() -> None:
+    async with _server() as (http, pool):
+        await pool.load("large")
+        body = {"model": "large", "prompt": "hi", "max_tokens": 400, "ignore_eos": True}
+        running = asyncio.create_task(http.post("/v1/completions", json=body))
+        for _ in range(1000):
+            if (await http.get("/load")).json()["server_load"]:
+                break
+            await asyncio.sleep(0.001)
+        else:
+            raise AssertionError("the request was never counted")
+        assert (await running).status_code == 200
+        assert (await http.get("/load")).json()["server_load"] == 0
+
+
+async def test_a_caller_who_leaves_holds_no_model_and_waits_for_none() -> None:
+    async with _server(25) as (http, pool):
+        app = http._transport.app  # type: ignore[attr-defined]
+        small, large = pool.states.models["small"], pool.states.models["large"]
+        held = await pool.take("small")
+
+        def ask(model: str, gone: asyncio.Event) -> asyncio.Task[None]:
+            body = {"model": model, "prompt": "x", "max_tokens": 200, "stream": True}
+            messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+            async def receive() -> dict[str, Any]:
+                if messages:
+                    return messages.pop()
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(_: dict[str, Any]) -> None:
+                pass
+
+            scope = {
+                "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1",
+                "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+                "query_string": b"", "headers": [(b"content-type", b"application/json")],
+                "server": ("test", 80), "client": ("test", 1), "scheme": "http",
+            }  # fmt: skip
+            return asyncio.create_task(app(scope, receive, send))
+
+        gone = asyncio.Event()
+        waits, streams = ask("large", gone), ask("small", gone)
+        async with asyncio.timeout(60.0):
+            while not large.waiting or len(small.leases) < 2:
+                await asyncio.sleep(0.001)
+        gone.set()
+        await asyncio.gather(waits, streams)
+        assert not large.waiting and small.leases == {held}
+        pool.give(held)
+
+
 async def test_a_batch_line_names_its_model() -> None:
     from paceline.server.batches.answering import answer_line
     from paceline.server.batches.lines import BatchLine
@@ -280,13 +355,26 @@ async def test_a_batch_line_names_its_model() -> None:
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [(None, None), (0, 0.0), ("5m", 300.0), ("1h30m", 5400.0), (-1, float("inf")), ("90", 90.0)],
+    [
+        (None, None),
+        (0, 0.0),
+        ("5m", 300.0),
+        ("1h30m", 5400.0),
+        (-1, float("inf")),
+        ("90", 90.0),
+        ("-1", float("inf")),
+        ("-5m", float("inf")),
+        (1e300, float("inf")),
+        (10**400, float("inf")),
+        ("9" * 400, float("inf")),
+        ("1.5h", 5400.0),
+    ],
 )
 def test_durations_as_ollama_has_them(given: object, seconds: float | None) -> None:
     assert seconds_of(given) == seconds
 
 
-@pytest.mark.parametrize("given", [True, "soon", "5 minutes", [], float("nan")])
+@pytest.mark.parametrize("given", [True, "soon", "-soon", "-", "5 minutes", [], float("nan")])
 def test_other_durations_are_refused(given: object) -> None:
     with pytest.raises(InvalidRequestError, match="keep_alive"):
         seconds_of(given)
