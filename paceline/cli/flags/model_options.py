@@ -186,8 +186,13 @@ def given_models(args: argparse.Namespace) -> tuple[GivenModel, ...]:
         raise ConfigError(
             "--served-model-name is for one model: --model NAME=MODEL,alias=OTHER names several"
         )
-    if getattr(args, "enable_lora", False):
-        raise ConfigError("--enable-lora is for one model: start a server for it")
+    for flag in ("enable_lora", "kv_store", "kv_port"):
+        value = getattr(args, flag, None)
+        # 0 is a port
+        if value is not None and value is not False:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} is for one model: start a server of its own for it"
+            )
     return tuple(given)
 
 
@@ -196,12 +201,7 @@ def _parse(text: str) -> GivenModel:
     if not is_named or Path(text).exists():
         return GivenModel(model=text)
     model, *options = (part.replace("\\,", ",") for part in _COMMA.split(rest))
-    if (
-        not name
-        or not model
-        or any(character in name for character in "*\\")
-        or name != name.strip()
-    ):
+    if not model or not _may_name(name):
         raise ConfigError(f"--model {text}: give NAME=MODEL, with a name that has no * or \\")
     aliases: list[str] = []
     flags: list[str] = []
@@ -213,7 +213,9 @@ def _parse(text: str) -> GivenModel:
                 keep_alive = _duration(value)
             elif flag == "weight":
                 weight = bounded_float(0.001, 1000.0)(value)
-            elif flag == "alias" and value:
+            elif flag == "alias":
+                if not _may_name(value):
+                    raise argparse.ArgumentTypeError(f"{value!r} must be a name without * or \\")
                 aliases.append(value)
             elif flag == "pin" and not has_value:
                 pinned = True
@@ -225,6 +227,10 @@ def _parse(text: str) -> GivenModel:
         model=model, name=name, aliases=tuple(aliases), keep_alive=keep_alive, pinned=pinned,
         weight=weight, flags=tuple(flags),
     )  # fmt: skip
+
+
+def _may_name(text: str) -> bool:
+    return bool(text) and text == text.strip() and not any(each in text for each in "*\\")
 
 
 def _found_in(folder: Path) -> list[GivenModel]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -133,9 +134,13 @@ class FewBits:
     making: Making = field(default_factory=Making)
 
 
-def few_bits(settings: EngineSettings) -> FewBits:
+def few_bits(settings: EngineSettings, *, makes: bool = True) -> FewBits:
     """Return how to serve a model: from four bits that were made before, in int8 while they are
-    made, or as it is asked for where nothing can or need be made."""
+    made, or as it is asked for where nothing can or need be made.
+
+    Args:
+        makes: whether the server may make them next to itself; else it says how to.
+    """
     load, path = settings.load, settings.model_path
     unchanged = FewBits(settings)
     if (
@@ -161,18 +166,25 @@ def few_bits(settings: EngineSettings) -> FewBits:
             os.utime(target)
         said = f"weights are the four bits that paceline quantize made of {name} in {target}"
         return FewBits(replace(settings, weights_path=str(target)), said)
+    words = ["quantize", path, "-o", str(target)]
+    if load.threads is not None:
+        words += ["--threads", str(load.threads)]
+    if not makes:
+        _log.warning(
+            "quantize: weights of %s are rounded one by one while they are loaded: %s makes better "
+            "ones, which later starts serve", name, shlex.join(["paceline", *words]),
+        )  # fmt: skip
+        return unchanged
     if reason := _why_not(opened.checkpoint, copies):
         _log.warning("quantize: %s", reason)
         return unchanged
-    command = [sys.executable, "-c", _BESIDE, "quantize", path, "-o", str(target)]
-    if load.threads is not None:
-        command += ["--threads", str(load.threads)]
     said = (
         f"int8 for now: paceline quantize makes four bits of {name} next to this server, the log "
         "says how long it takes, and the next start with --dtype q4 serves them"
     )
+    making = Making([sys.executable, "-c", _BESIDE, *words])
     # a packed copy in int8 would be of use for this start alone
-    return FewBits(settings.changed(dtype="int8", packed_cache_bytes=None), said, Making(command))
+    return FewBits(settings.changed(dtype="int8", packed_cache_bytes=None), said, making)
 
 
 def _why_not(checkpoint: Checkpoint, copies: PackedCopies) -> str:

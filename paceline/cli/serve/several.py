@@ -18,6 +18,7 @@ from paceline.cli.flags.model_options import GivenModel, check_names, model_argu
 from paceline.cli.flags.options import engine_settings
 from paceline.cli.flags.server_options import RESTART_WINDOW
 from paceline.cli.flags.settings import ENGINE_PROCESS, EngineSettings
+from paceline.cli.serve.few_bits import few_bits
 from paceline.cli.wiring import build_tokenizer
 from paceline.engine.models.client import Start
 from paceline.engine.models.ledger import Account, kv_quota
@@ -93,8 +94,8 @@ def prepare(
             if kv_bytes is not None:
                 made = made.changed(kv_cache_bytes=kv_bytes)
             made = replace(
-                made, model_name=name, timeline=timeline and not settings,
-                turn=str(turns), turn_weight=given.weight,
+                few_bits(made, makes=False).settings, model_name=name,
+                timeline=timeline and not settings, turn=str(turns), turn_weight=given.weight,
             )  # fmt: skip
             if args.record is not None:
                 made = replace(made, record=f"{Path(args.record).resolve()}.{len(settings)}")
@@ -114,6 +115,14 @@ def prepare(
     if not settings:
         raise ConfigError(
             f"--models-dir {args.models_dir}: no model can be served: {specs[0].broken}"
+        )
+    pinned = [spec for spec in specs if spec.pinned]
+    total = sum(spec.account.total for spec in pinned)
+    if total > memory - _PROCESS_BYTES or len(pinned) > (args.models_max or len(pinned)):
+        raise ConfigError(
+            f"{len(pinned)} models are pinned, which take {total / 2**20:.0f} MiB: there are "
+            f"{(memory - _PROCESS_BYTES) / 2**20:.0f} MiB for models"
+            + (f", and --models-max is {args.models_max}" if args.models_max else "")
         )
     named = tuple(spec.name for spec, given in zip(specs, models, strict=True) if not given.found)
     return Several(
@@ -138,16 +147,21 @@ def _account(settings: EngineSettings, memory: int, share: float) -> tuple[Accou
         # an encoder has no KV cache to plan, and what no path here computes is found by its load
         size = sum(file.stat().st_size for file in weight_files(path))
         return Account(process=_PROCESS_BYTES, weights=int(_FILES * size)), None
-    process = max(_PROCESS_BYTES, found.process_bytes)
+    account = Account(
+        process=max(_PROCESS_BYTES, found.process_bytes), weights=found.weight_bytes,
+        swap=load.swap_bytes or 0,
+    )  # fmt: skip
     token = found.kv_bytes_per_token
+    # by default half as much as the KV cache may be swapped to
+    swaps = load.swap_bytes is None and settings.scheduler.preemption != "recompute"
+    wanted = None
     if load.kv_cache_bytes is not None or load.num_blocks is not None:
         kv = load.kv_cache_bytes or int(token * load.block_size * (load.num_blocks or 0))
-        return Account(process=process, weights=found.weight_bytes, kv=kv), None
-    least = int(token * (load.max_model_len or _LEAST_TOKENS))
-    kv = kv_quota(
-        memory, process + found.weight_bytes, least, share, 1.0, max(least, memory // _KV_SHARE)
-    )
-    return Account(process=process, weights=found.weight_bytes, kv=kv), kv
+    else:
+        least = int(token * (load.max_model_len or _LEAST_TOKENS))
+        kv = kv_quota(memory, account.total, least, share, max(least, memory // _KV_SHARE))
+        kv = wanted = max(least, kv * 2 // 3 if swaps else kv)
+    return replace(account, kv=kv, swap=kv // 2 if swaps else account.swap), wanted
 
 
 async def start_pool(

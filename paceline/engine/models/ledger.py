@@ -68,10 +68,7 @@ class Ledger:
         assert self.free >= 0, f"{-self.free} bytes more are booked than there are"
 
 
-def kv_quota(
-    memory: int, fixed: int, least: int, weight: float, weights: float, most: int | None = None
-) -> int:
-    """Return the bytes of a model's KV cache: what its part of the memory by weight leaves above
-    its ``fixed`` bytes, from ``least``, for one longest request, to ``most``."""
-    share = int(memory * weight / weights) - fixed
-    return max(least, share if most is None else min(share, most))
+def kv_quota(memory: int, fixed: int, least: int, share: float, most: int) -> int:
+    """Return the bytes of a model's KV cache: what its share of the memory leaves above its
+    ``fixed`` bytes, from ``least``, for one longest request, to ``most``."""
+    return max(least, min(int(memory * share) - fixed, most))

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.model_options import GivenModel, given_models, model_arguments
 from paceline.cli.flags.options import chosen_model
 from paceline.cli.main import build_parser
 from paceline.cli.serve.several import prepare
 from paceline.errors import ConfigError
+from tests.checkpoints.builders import llama_tensors, write_gguf
 from tests.cli.servers import start_server
 from tests.server.helpers import chat_body, metric
 
@@ -87,6 +90,10 @@ def test_several_are_given_as_arguments_by_name_and_by_folder(tmp_path: Path) ->
         (("--model", "n=x,weight=0"), "n: weight: "),
         (("a", "b", "--served-model-name", "c"), "--served-model-name is for one model"),
         (("a", "b", "--enable-lora"), "--enable-lora is for one model"),
+        (("a", "b", "--kv-store", "d"), "--kv-store is for one model"),
+        (("a", "b", "--kv-port", "0"), "--kv-port is for one model"),
+        (("--model", "n=x,alias=*"), "n: alias: '*' must be a name"),
+        (("--model", "n=x,alias="), "n: alias: '' must be a name"),
         (("--models-dir", "/nowhere"), "--models-dir /nowhere cannot be read"),
     ],
 )
@@ -114,8 +121,8 @@ def test_a_models_flags_are_its_own() -> None:
             )
 
 
-def _prepared(tmp_path: Path, *flags: str) -> Any:
-    args = _parsed(*flags, "--memory", "1GiB")
+def _prepared(tmp_path: Path, *flags: str, memory: str = "1GiB") -> Any:
+    args = _parsed(*flags, "--memory", memory)
     models = given_models(args)
     turns = tmp_path / "turns"
     return prepare(_serve_parser(), args, models, timeline=True, turns=turns)
@@ -136,6 +143,53 @@ def test_what_is_broken_in_the_folder_stops_nothing(tmp_path: Path) -> None:
 def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="x names 2 models"):
         _prepared(tmp_path, "--model", "x=null", "--model", "y=null,alias=x")
+
+
+def test_pinned_models_that_do_not_fit_together_are_refused_with_the_numbers(
+    tmp_path: Path,
+) -> None:
+    three = [flag for name in "xyz" for flag in ("--model", f"{name}=null,pin")]
+    _prepared(tmp_path, *three)
+    with pytest.raises(ConfigError, match=r"3 models are pinned.* 192 MiB: there are 136 MiB"):
+        _prepared(tmp_path, *three, memory="200MiB")
+    with pytest.raises(ConfigError, match=r"3 models are pinned.* --models-max is 2"):
+        _prepared(tmp_path, *three, "--models-max", "2")
+
+
+def test_what_a_model_may_take_is_within_its_part(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "model.gguf", tensors=llama_tensors())
+    models = [flag for name in "xy" for flag in ("--model", f"{name}={model}")]
+    for flags, swaps in (((), True), (("--preemption", "recompute"), False)):
+        several = _prepared(tmp_path, *models, *flags)
+        accounts = [spec.account for spec in several.specs]
+        for account, made in zip(accounts, several.settings.values(), strict=True):
+            assert account.kv == made.load.kv_cache_bytes
+            assert account.swap == (account.kv // 2 if swaps else 0)
+            assert account.kv + account.swap <= several.memory // 4
+        assert sum(account.total for account in accounts) <= several.memory
+    several = _prepared(tmp_path, *models, "--swap-space", "16MiB", "--kv-cache-memory", "8MiB")
+    assert (several.specs[0].account.kv, several.specs[0].account.swap) == (8 << 20, 16 << 20)
+
+
+def test_four_bits_that_were_made_are_served_and_none_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    tensors = {
+        name: values.astype(np.float16) if values.ndim == 2 else values
+        for name, values in llama_tensors().items()
+    }
+    model = write_gguf(tmp_path / "model.gguf", tensors=tensors)
+    given = ("--model", f"x={model},dtype=q4,packed-cache=1GiB", "--model", "y=null")
+    several = _prepared(tmp_path, *given)
+    assert several.settings["x"].load.dtype == "q4"
+    assert several.settings["x"].weights_path is None
+    assert f"quantize {model} -o" in caplog.text
+    target = PackedCopies(tmp_path / "cache" / "packed", 1 << 30, fingerprint(model)).few_bits()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(b"four bits")
+    several = _prepared(tmp_path, *given)
+    assert several.settings["x"].weights_path == str(target)
 
 
 def test_only_the_first_shows_its_steps_and_all_share_the_turns(tmp_path: Path) -> None:
