@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from paceline.core.backend import ModelBackend
@@ -31,13 +30,8 @@ from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.engine.blocks.keeper import BlockKeeper
 from paceline.engine.core import EngineCore
 from paceline.engine.local import LocalEngineClient
-from paceline.engine.models.client import Start
-from paceline.engine.models.ledger import Account
-from paceline.engine.models.model import ModelSpec
-from paceline.engine.models.pool import ModelPool
-from paceline.engine.models.states import ModelStates
 from paceline.engine.process.loop import engine_info
-from paceline.engine.protocol import EngineClient, Tokenizer
+from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.errors import InvalidRequestError
 from paceline.speculation.draft_tokens import NGRAM
@@ -49,7 +43,6 @@ __all__ = [
     "ScriptedDrafter",
     "null_client",
     "null_core",
-    "null_pool",
 ]
 
 # above every vocabulary, and below the largest valid id
@@ -230,38 +223,6 @@ def null_client(
         tokenizer or ByteTokenizer(),
         stall_timeout=stall_timeout,
     )
-
-
-async def null_pool(
-    sizes: Mapping[str, int],
-    memory: int,
-    make: Callable[[str], ModelBackend],
-    *,
-    specs: Mapping[str, dict[str, Any]] = MappingProxyType({}),
-    **states: Any,
-) -> ModelPool:
-    """Make a pool of null engines on threads, the first in memory; ``await pool.close()`` ends it.
-
-    Args:
-        sizes: bytes by model.
-        make: makes the backend of a load, by name of the model; what it raises is a failed load.
-        specs: further fields of ``ModelSpec``, by model.
-        states: arguments of ``ModelStates``.
-    """
-
-    def start(name: str) -> Start:
-        async def started(tokenizer: Tokenizer | None) -> EngineClient:
-            return null_client(make(name), tokenizer=tokenizer, model=name)
-
-        return started
-
-    given = [
-        ModelSpec(name=name, account=Account(weights=size), **specs.get(name, {}))
-        for name, size in sizes.items()
-    ]
-    pool = ModelPool(ModelStates(given, memory, **states), {name: start(name) for name in sizes})
-    await pool.load(next(iter(sizes)))
-    return pool
 
 
 class ScriptedDrafter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from pathlib import Path
 
 from paceline.backends.machine.heap import trim_heap
 from paceline.cli.flags.settings import EngineSettings
@@ -37,12 +38,18 @@ def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     return built
 
 
+def shared(config: bytes) -> list[Path]:
+    """Return the folder of the page of turns; none without turns."""
+    turn = EngineSettings.from_json(config).turn
+    return [] if turn is None else [Path(turn).parent]
+
+
 def main() -> int:
     configure_logging("info")
     if sys.argv[1:] == ["spare"]:
         # what an engine with a model imports, while no settings have come
         import paceline.backends.loading.load  # noqa: F401
-    return engine_main(build)
+    return engine_main(build, shared)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,14 @@ _PARENT_GONE: Final = "the parent process is gone"
 _log = logging.getLogger(__name__)
 
 
-def engine_main(build: EngineBuilder) -> int:
+def engine_main(
+    build: EngineBuilder, shared: Callable[[bytes], Sequence[Path]] = lambda _: ()
+) -> int:
     """Run an engine process from start to end; return its exit code.
+
+    Args:
+        shared: returns the temporary folders that the client's engines share, by the settings. They
+            are removed, as that of the sockets is, once the client has ended without doing so.
 
     0 after an orderly end, 1 when building or running failed, 143 after SIGTERM. A failure has been
     sent to the client (``Dead``) and, with its traceback, to stderr.
@@ -84,7 +90,8 @@ def engine_main(build: EngineBuilder) -> int:
     outbox.set_hwm(0)
     outbox.setsockopt(zmq.LINGER, int(_LINGER * 1000))
     outbox.connect(launch.outbox)
-    watch = _Watch(sys.stdin.fileno(), Path(launch.outbox.removeprefix(IPC)).parent)
+    sockets = Path(launch.outbox.removeprefix(IPC)).parent
+    watch = _Watch(sys.stdin.fileno(), [sockets, *shared(launch.config)])
     try:
         return _build_and_run(build, launch, context, outbox, watch)
     finally:
@@ -163,9 +170,9 @@ def _read_line(fd: int) -> bytes:
 class _Watch:
     """Notices SIGTERM and the end of the parent, and wakes the wait for messages."""
 
-    def __init__(self, stdin_fd: int, directory: Path) -> None:
+    def __init__(self, stdin_fd: int, directories: Sequence[Path]) -> None:
         self.reason = ""
-        self._directory = directory
+        self._directories = directories
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -185,9 +192,10 @@ class _Watch:
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def clean_up(self) -> None:
-        """Remove the socket directory if the client, which normally does that, has ended."""
+        """Remove the directories if the client, which normally does that, has ended."""
         if self.reason == _PARENT_GONE:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            for directory in self._directories:
+                shutil.rmtree(directory, ignore_errors=True)
 
     def _stop(self, reason: str) -> None:
         self.reason = self.reason or reason

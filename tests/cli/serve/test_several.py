@@ -230,10 +230,45 @@ def test_a_server_of_two_models_loads_on_demand_and_outlives_one_of_its_engines(
         pids = _pids(server)
         code, _ = server.stop()
         assert code == 0
+    _await_end(pids)
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended may stay until its parent takes note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _await_end(pids: list[int]) -> None:
     deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(map(_lives, pids)):
         assert time.monotonic() < deadline, "an engine outlived its server"
         time.sleep(0.05)
+
+
+def test_a_server_that_is_killed_leaves_no_engine_and_no_folder(tmp_path: Path) -> None:
+    models = ("--model", "a=null", "--model", "b=null", "--memory", "1GiB", "--no-ui")
+    with start_server(*models, env={"TMPDIR": str(tmp_path)}) as server:
+        assert server.request("/models/load", {"model": "b"})[0] == 200
+        pids = _pids(server)
+        assert len(pids) >= 2 and list(tmp_path.iterdir())
+        server.process.kill()
+        server.process.wait()
+        _await_end(pids)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_of_one_model_imports_nothing_of_several() -> None:
+    with start_server("--backend", "null", env={"PYTHONPROFILEIMPORTTIME": "1"}) as server:
+        assert server.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+        assert server.request("/metrics")[0] == server.request("/v1/models")[0] == 200
+        server.stop()
+    imported = {line.rpartition("|")[2].strip() for line in server.errors}
+    assert "paceline.server.app" in imported
+    rooms = ("paceline.engine.models", "paceline.server.models", "paceline.cli.serve.several")
+    assert not [name for name in imported if name.startswith(rooms)]
 
 
 def _is_engine(pid: int) -> bool:

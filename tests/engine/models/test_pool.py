@@ -17,8 +17,9 @@ from paceline.engine.models.ledger import Account
 from paceline.engine.models.model import ModelSpec, State
 from paceline.engine.models.pool import ModelPool
 from paceline.engine.models.states import ModelStates
+from paceline.engine.models.testing import null_pool
 from paceline.engine.protocol import EngineClient
-from paceline.engine.testing import ByteTokenizer, null_pool
+from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import GenerationRequest
 from paceline.errors import (
     CheckpointError,

@@ -16,7 +16,7 @@ from paceline.backends.reference.null import NullBackend
 from paceline.engine.models.front import FrontClient
 from paceline.engine.models.model import State
 from paceline.engine.models.pool import ModelPool
-from paceline.engine.testing import null_pool
+from paceline.engine.models.testing import null_pool
 from paceline.errors import CheckpointError, InvalidRequestError
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
