@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +73,9 @@ class Callers:
         answer = connection.getresponse()
         read = json.loads(answer.read())
         connection.close()
+        if 400 <= answer.status < 500:
+            # a refusal would pass for a fast answer
+            raise RuntimeError(f"{answer.status}: {read}")
         made = read.get("usage", {}).get("completion_tokens", 0)
         with self._lock:
             self.errors_5xx += answer.status >= 500
@@ -92,11 +96,9 @@ class Callers:
 
 
 def _together(work: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=each) for each in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(work)) as threads:
+        for each in [threads.submit(one) for one in work]:
+            each.result()
 
 
 @contextmanager
@@ -142,10 +144,12 @@ def both_resident(callers: Callers, log: Path) -> dict[str, float]:
                 beside.append(callers.ask(server, "a", 1))
 
         def swap() -> None:
-            for _ in range(SWAPS):
-                _post(server, "/models/unload")
-                _post(server, "/models/load")
-            done.set()
+            try:
+                for _ in range(SWAPS):
+                    _post(server, "/models/unload")
+                    _post(server, "/models/load")
+            finally:
+                done.set()
 
         _together([watch, swap])
     return {
@@ -158,8 +162,11 @@ def _post(server: PacelineServer, path: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     body = json.dumps({"model": "b"})
     connection.request("POST", path, body, {"Content-Type": "application/json"})
-    connection.getresponse().read()
+    answer = connection.getresponse()
+    read = answer.read()
     connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"{path}: {answer.status}: {read!r}")
 
 
 def one_model(callers: Callers, folder: Path, log: Path) -> dict[str, float]:
