@@ -97,6 +97,7 @@ class Models:
                 if name is None and path == "/api/show":
                     name = body.get("name")
             else:
+                await request.body()
                 name = request.query_params.get("model")
             loads = request.query_params.get("autoload", "")
             if not _SWITCH.get(loads, self._autoload):
@@ -109,11 +110,9 @@ class Models:
             self._check_wait(known)
             ticket = self.pool.ask(known)
             try:
-                if not ticket.is_granted and by_body:
+                if not ticket.is_granted:
                     # a caller who leaves waits no longer
                     await unless_disconnected(request.receive, self.pool.granted(ticket))
-                else:
-                    await self.pool.granted(ticket)
                 service = await self._service(ticket.model.name)
                 response = await service.handlers[method, path](request)
             except BaseException:
@@ -157,7 +156,8 @@ class Models:
     def _check_wait(self, name: str) -> None:
         """Raise QueueFullError where a model's load alone takes longer than a request may wait."""
         seconds, longest = self.pool.states.wait_for(name), self._max_waits.get(name, math.inf)
-        if seconds > longest:
+        # one that has failed rests: ``ask`` refuses, or has it tried again
+        if seconds > longest and self.pool.states.find(name).state is not State.FAILED:
             # who comes back by then finds it in memory
             with suppress(PacelineError):
                 self.pool.prefetch(name)

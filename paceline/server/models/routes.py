@@ -248,11 +248,15 @@ async def _changes(models: Models) -> AsyncGenerator[bytes, None]:
     """Yield the state of each model, and then of each that changes."""
     shown: dict[str, str] = {}
     while not models.front.is_ending:
+        told = False
         for model in models.pool.states.models.values():
             if shown.get(model.name) != model.state.value:
-                shown[model.name] = model.state.value
+                told, shown[model.name] = True, model.state.value
                 data = {"status": _LLAMA.get(model.state, "unloaded"), "state": model.state.value}
                 yield event(encode({"model": model.name, "event": "model_status", "data": data}))
+        if told:
+            # another may have changed while the reader took these
+            continue
         try:
             async with asyncio.timeout(_KEEP_ALIVE):
                 await models.pool.changed()

@@ -17,7 +17,7 @@ from paceline.engine.models.front import FrontClient
 from paceline.engine.models.model import State
 from paceline.engine.models.pool import ModelPool
 from paceline.engine.models.testing import null_pool
-from paceline.errors import CheckpointError, InvalidRequestError
+from paceline.errors import CheckpointError, InvalidRequestError, ModelFailedError
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import SeveralModels
@@ -171,7 +171,13 @@ async def test_a_server_without_autoload_loads_what_is_asked_for_alone() -> None
 
 
 async def test_a_load_that_takes_too_long_is_refused_for_now_and_begins() -> None:
-    async with _server(max_waits={"large": 0.0}) as (http, pool):
+    async with _server(max_waits={"large": 0.0, "broken": 0.0}) as (http, pool):
+        with pytest.raises(ModelFailedError):
+            await pool.load("broken")
+        failed = pool.states.loaded["failed"]
+        rests = await http.post("/v1/completions", json={"model": "broken", "prompt": "hi"})
+        assert rests.status_code == 503 and "truncated" in rests.text
+        assert pool.states.loaded["failed"] == failed, "it was loaded once more"
         body = {"model": "large", "prompt": "hi", "max_tokens": 2}
         refused = await http.post("/v1/completions", json=body)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
