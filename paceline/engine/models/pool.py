@@ -223,7 +223,7 @@ class ModelPool:
         model = action.model
         self._wake_watchers()
         self._is_loading = isinstance(action, Load)
-        if self._is_loading:
+        if isinstance(action, Load):
             await self._load(model)
         else:
             await self._unload(model)
