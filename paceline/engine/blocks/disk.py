@@ -20,7 +20,7 @@ import fcntl
 import itertools
 import logging
 import os
-import shutil
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ from zlib import crc32
 
 from paceline.engine.blocks.store import Counts
 from paceline.errors import ConfigError
-from paceline.files import make_private_folder, private_opener
+from paceline.files import make_private_folder, private_opener, tighten
 
 __all__ = ["DiskStore"]
 
@@ -45,32 +45,61 @@ _SEGMENT: Final = 64 << 20
 _FEWEST: Final = 8
 # bytes of one piece of a read
 _PIECE: Final = 4 << 20
+# name of a fingerprint's folder
+_NAME: Final = re.compile("[0-9a-f]{32}")
 
 
 class _Segment:
-    """One segment's files. Used under the store's lock."""
+    """One segment's files, open only while they are used: a large store has thousands. Used under
+    the store's lock; all but ``delete`` raise OSError."""
 
-    def __init__(self, path: Path, *, new: bool) -> None:
-        self.path, self.used = path, 0
+    def __init__(self, path: Path) -> None:
+        self.path, self.index = path, path.with_suffix(".idx")
+        # clock of its last use, and bytes of both files
+        self.used = self.size = self.index_size = 0
         self.hashes: set[bytes] = set()
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if new else os.O_RDONLY
-        self.data = private_opener(str(path), flags)
-        try:
-            self.index = private_opener(str(path.with_suffix(".idx")), flags)
-        except BaseException:
-            os.close(self.data)
-            raise
-        self.size = os.fstat(self.data).st_size
 
-    def close(self) -> None:
-        os.close(self.data)
-        os.close(self.index)
+    def begin(self, head: bytes) -> None:
+        """Make the files."""
+        for path in (self.path, self.index):
+            os.close(private_opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        self.size = _write_at(self.path, head, 0)
+
+    def load(self, head: bytes) -> bytes:
+        """Return the index's whole rows; none of a segment that begins otherwise."""
+        self.size, self.index_size = self.path.stat().st_size, self.index.stat().st_size
+        if self.read(0, len(head)) != head:
+            return b""
+        rows = self.index.read_bytes()
+        return rows[: len(rows) - len(rows) % _ROW.size]
+
+    def read(self, offset: int, count: int) -> bytes:
+        file = private_opener(str(self.path), os.O_RDONLY)
+        try:
+            return os.pread(file, count, offset)
+        finally:
+            os.close(file)
+
+    def append(self, block_hash: bytes, data: memoryview) -> _Place:
+        """Append a block, or nothing."""
+        place = _Place(self, self.size, crc32(data, crc32(block_hash)))
+        try:
+            end = _write_at(self.path, data, self.size)
+            row = _ROW.pack(block_hash, place.offset, place.checksum)
+            self.index_size = _write_at(self.index, row, self.index_size)
+        except OSError:
+            with contextlib.suppress(OSError):
+                # give back what part of a block took
+                os.truncate(self.path, self.size)
+            raise
+        self.size = end
+        return place
 
     def delete(self) -> None:
-        self.close()
         # rows without their bytes are ignored, so the order does not matter
-        for path in (self.path, self.path.with_suffix(".idx")):
-            path.unlink(missing_ok=True)
+        for path in (self.path, self.index):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class _Place(NamedTuple):
@@ -83,7 +112,8 @@ class DiskStore:
     """A ``store.BlockStore``.
 
     Args:
-        folder: made if it is missing; each fingerprint has a folder in it.
+        folder: made if it is missing; each fingerprint has a folder in it. What else is in it is
+            left alone.
         max_bytes: most bytes of all folders; those of other fingerprints go first, then the
             segments that were read least recently.
 
@@ -114,6 +144,7 @@ class DiskStore:
         self._others: dict[Path, int] = {}
         try:
             make_private_folder(self._folder)
+            tighten(self._folder)
             self._held = private_opener(str(self._folder / "lock"), os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise ConfigError(f"--kv-store {folder}: {error.strerror or error}") from None
@@ -122,12 +153,10 @@ class DiskStore:
         except OSError:
             self._fail(f"another process uses {self._folder}: give each its own folder")
             return
-        self._others = {
-            path: _bytes_of(path)
-            for path in folder.iterdir()
-            if path.is_dir() and path != self._folder
-        }
-        self._load()
+        try:
+            self._load()
+        except OSError as error:
+            self._fail(f"{self._folder}: {error.strerror or error}")
 
     # ------------------------------------------------------------------ a BlockStore
 
@@ -149,8 +178,9 @@ class DiskStore:
 
     def write(self, hashes: Sequence[bytes], data: bytes) -> None:
         size, view = self._block, memoryview(data)
-        with self._lock:
-            for index, block_hash in enumerate(hashes):
+        for index, block_hash in enumerate(hashes):
+            # for each block, so that a reader does not wait for all
+            with self._lock:
                 if self.counts.failure:
                     return
                 if block_hash not in self._places:
@@ -165,8 +195,6 @@ class DiskStore:
 
     def close(self) -> None:
         with self._lock:
-            for segment in self._segments:
-                segment.close()
             self._segments.clear()
             self._places.clear()
             self._open = None
@@ -179,7 +207,7 @@ class DiskStore:
         """Raise AssertionError unless index, segments and sizes agree."""
         with self._lock:
             for segment in self._segments:
-                assert segment.size == os.fstat(segment.data).st_size, segment.path
+                assert segment.size == segment.path.stat().st_size, segment.path
                 for block_hash in segment.hashes:
                     assert self._places[block_hash].segment is segment, segment.path
             listed = sum(len(segment.hashes) for segment in self._segments)
@@ -192,32 +220,28 @@ class DiskStore:
     # ------------------------------------------------------------------ under the lock
 
     def _load(self) -> None:
-        for path in sorted(self._folder.glob("*.seg")):
-            with contextlib.suppress(ValueError):
-                self._next = max(self._next, int(path.stem) + 1)
+        numbered = [(int(p.stem), p) for p in self._folder.glob("*.seg") if p.stem.isdecimal()]
+        for number, path in sorted(numbered):
+            self._next = number + 1
+            segment = _Segment(path)
             try:
-                segment = _Segment(path, new=False)
-            except OSError:
+                rows = segment.load(self._head())
+            except FileNotFoundError:
                 # no index: nothing of it can be found
-                path.unlink(missing_ok=True)
-                continue
-            if not self._load_segment(segment):
-                segment.delete()
-        self._count()
-
-    def _load_segment(self, segment: _Segment) -> bool:
-        """Enter a segment's whole blocks; return whether there are any."""
-        if os.pread(segment.data, _HEAD.size, 0) != self._head():
-            return False
-        rows = os.pread(segment.index, os.fstat(segment.index).st_size, 0)
-        whole = len(rows) - len(rows) % _ROW.size
-        for block_hash, offset, checksum in _ROW.iter_unpack(rows[:whole]):
-            if offset + self._block <= segment.size and block_hash not in self._places:
+                rows = b""
+            for block_hash, offset, checksum in _ROW.iter_unpack(rows):
+                if offset + self._block > segment.size:
+                    continue
+                if (older := self._places.get(block_hash)) is not None:
+                    # it was written again since that one is broken
+                    older.segment.hashes.discard(block_hash)
                 self._places[block_hash] = _Place(segment, offset, checksum)
                 segment.hashes.add(block_hash)
-        if segment.hashes:
-            self._segments.append(segment)
-        return bool(segment.hashes)
+            if segment.hashes:
+                self._segments.append(segment)
+            else:
+                segment.delete()
+        self._count()
 
     def _head(self) -> bytes:
         return _HEAD.pack(_MAGIC, self._fingerprint, self._block)
@@ -229,7 +253,7 @@ class DiskStore:
             if place is None:
                 break
             try:
-                data = os.pread(place.segment.data, self._block, place.offset)
+                data = place.segment.read(place.offset, self._block)
             except OSError as error:
                 data, kind = b"", "disk"
                 _log.warning("kv_store_read path=%s error=%s", place.segment.path, error)
@@ -245,23 +269,12 @@ class DiskStore:
         return b"".join(found)
 
     def _write(self, block_hash: bytes, data: memoryview) -> None:
-        whole = 0
         try:
             segment = self._writable()
-            offset = whole = segment.size
-            _append(segment.data, data)
-            checksum = crc32(data, crc32(block_hash))
-            _append(segment.index, _ROW.pack(block_hash, offset, checksum))
+            self._places[block_hash] = segment.append(block_hash, data)
         except OSError as error:
             self._fail(f"{self._folder}: {error.strerror or error}")
-            if self._open is not None:
-                with contextlib.suppress(OSError):
-                    # give back what part of a block took
-                    os.ftruncate(self._open.data, whole)
-                    self._open.size = whole
             return
-        segment.size += self._block
-        self._places[block_hash] = _Place(segment, offset, checksum)
         segment.hashes.add(block_hash)
         self.counts.written_bytes += self._block
         self.counts.num_bytes += self._block + _ROW.size
@@ -272,13 +285,17 @@ class DiskStore:
         if segment is not None and segment.size + self._block <= self._segment_bytes:
             return segment
         self._make_room()
-        segment = _Segment(self._folder / f"{self._next:05d}.seg", new=True)
+        segment = _Segment(self._folder / f"{self._next:05d}.seg")
         self._next += 1
+        try:
+            segment.begin(self._head())
+        except OSError:
+            segment.delete()
+            raise
         self._segments.append(segment)
         self._open = segment
         segment.used = next(self._clock)
-        _append(segment.data, self._head())
-        segment.size = _HEAD.size
+        self.counts.num_bytes += segment.size
         return segment
 
     def _make_room(self) -> None:
@@ -289,15 +306,13 @@ class DiskStore:
         for other in sorted(self._others, key=_age):
             if self.counts.num_bytes + needed <= self._max:
                 return
-            if _delete_unused(other):
-                del self._others[other]
-                self._count()
-        while self._segments and self.counts.num_bytes + needed > self._max:
-            self._remove(min(self._segments, key=lambda each: each.used))
+            _delete_unused(other)
             self._count()
-        if self.counts.num_bytes + needed > self._max:
-            others = sum(self._others.values())
+        others = sum(self._others.values())
+        if others + needed > self._max:
             raise OSError(f"folders of other models have {others} of {self._max} bytes")
+        while self.counts.num_bytes + needed > self._max:
+            self._remove(min(self._segments, key=lambda each: each.used))
 
     def _remove(self, segment: _Segment) -> None:
         for block_hash in segment.hashes:
@@ -305,12 +320,17 @@ class DiskStore:
         self._segments.remove(segment)
         if segment is self._open:
             self._open = None
-        with contextlib.suppress(OSError):
-            segment.delete()
+        segment.delete()
+        self.counts.num_bytes -= segment.size + segment.index_size
 
     def _count(self) -> None:
-        """Count the bytes of all folders."""
-        own = sum(s.size + os.fstat(s.index).st_size for s in self._segments)
+        """Count the bytes of all folders; processes with other models may write to theirs."""
+        self._others = {
+            path: _bytes_of(path)
+            for path in self._folder.parent.iterdir()
+            if _NAME.fullmatch(path.name) and path != self._folder and not path.is_symlink()
+        }
+        own = sum(segment.size + segment.index_size for segment in self._segments)
         self.counts.num_bytes = own + sum(self._others.values())
 
     def _fail(self, why: str) -> None:
@@ -319,12 +339,16 @@ class DiskStore:
         _log.warning("kv_store_off: %s; prompts are computed, and nothing is written", why)
 
 
-def _append(fd: int, data: bytes | memoryview) -> None:
-    """Write all of ``data`` at the end of a file. Raises OSError."""
-    place, view = os.lseek(fd, 0, os.SEEK_END), memoryview(data)
-    while len(view):
-        written = os.pwrite(fd, view, place)
-        view, place = view[written:], place + written
+def _write_at(path: Path, data: bytes | memoryview, place: int) -> int:
+    """Write all of ``data`` to a file from ``place`` on; return where it ends. Raises OSError."""
+    view, file = memoryview(data), private_opener(str(path), os.O_WRONLY)
+    try:
+        while len(view):
+            written = os.pwrite(file, view, place)
+            view, place = view[written:], place + written
+    finally:
+        os.close(file)
+    return place
 
 
 def _bytes_of(folder: Path) -> int:
@@ -339,19 +363,20 @@ def _age(folder: Path) -> float:
     return 0.0
 
 
-def _delete_unused(folder: Path) -> bool:
-    """Delete another fingerprint's folder unless a process holds it; return whether it is gone."""
+def _delete_unused(folder: Path) -> None:
+    """Delete another fingerprint's folder unless a process holds it."""
     try:
         held = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         # not one of ours
-        return False
+        return
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # only what a store makes, whatever else lies there
+        for file in (*folder.glob("*.seg"), *folder.glob("*.idx"), folder / "lock"):
+            file.unlink(missing_ok=True)
+        folder.rmdir()
     except OSError:
-        return False
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
+        return
     finally:
         os.close(held)

@@ -198,6 +198,67 @@ def test_a_disk_that_was_full_from_the_start(tmp_path: Path) -> None:
         store.check_integrity()
 
 
+def test_what_is_whole_stays_where_no_further_segment_can_be_made(tmp_path: Path) -> None:
+    most = 8 * (64 + 2 * SIZE + 3 * 44)
+    with opened(tmp_path, most=most) as store:
+        write(store, 1, 2)
+        # another process's, which cannot be deleted
+        other = fingerprint(["other"], {})
+        with opened(tmp_path, other, most) as held:
+            (tmp_path / other.hex()[:32] / "00000.seg").write_bytes(bytes(most))
+            write(store, *range(3, 30))
+            assert not held.counts.failure
+        assert "folders of other models have" in store.counts.failure
+        assert read(store, 1, 2) == [content(1), content(2)]
+    with opened(tmp_path) as store, full_disk(10):
+        write(store, 9)
+        assert store.counts.failure and read(store, 1, 2) == [content(1), content(2)]
+        store.check_integrity()
+
+
+def test_what_no_store_made_is_left_alone(tmp_path: Path) -> None:
+    most = 8 * (64 + 2 * SIZE + 3 * 44)
+    for folder in ("mail", "0" * 32, "1" * 32):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "lock").touch()
+        (tmp_path / folder / "letter").write_bytes(bytes(10))
+    (tmp_path / ("1" * 32) / "letter").unlink()
+    (tmp_path / ("2" * 32)).symlink_to(tmp_path / "mail")
+    (tmp_path / "mail" / "1.seg").write_bytes(bytes(most))
+    with opened(tmp_path, most=most) as store:
+        write(store, *range(200))
+        assert not store.counts.failure
+        store.check_integrity()
+    kept = {
+        str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*") if "." not in str(path)
+    }
+    assert {"mail/lock", "mail/letter", f"{'0' * 32}/letter"} <= kept
+    assert (tmp_path / "mail" / "1.seg").exists() and not (tmp_path / ("1" * 32)).exists()
+
+
+def test_a_block_that_broke_is_read_as_it_was_written_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        write(store, 1, 2)
+    (path,) = files(tmp_path, "seg")
+    path.write_bytes(path.read_bytes()[:64] + bytes(SIZE) + content(2))
+    for times in range(2):
+        with opened(tmp_path) as store:
+            assert read(store, 1) == [content(1)] * times
+            write(store, 1)
+            store.check_integrity()
+
+
+def test_segments_hold_no_descriptors(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(40):
+        with opened(tmp_path) as store:
+            write(store, number)
+    with opened(tmp_path) as store:
+        assert read(store, *range(40)) == [content(n) for n in range(40)]
+        # the lock
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+
+
 def test_a_process_that_is_killed_while_it_writes_loses_one_block_at_most(tmp_path: Path) -> None:
     script = f"""
 import sys
