@@ -22,7 +22,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple
@@ -164,7 +164,7 @@ class DiskStore:
         places = self._places
         return next((i for i, each in enumerate(hashes) if each not in places), len(hashes))
 
-    def read(self, hashes: Sequence[bytes], timeout: float) -> Iterator[bytes]:
+    def read(self, hashes: Sequence[bytes], left: Callable[[], float]) -> Iterator[bytes]:
         count = max(1, _PIECE // self._block)
         for first in range(0, len(hashes), count):
             wanted = hashes[first : first + count]

@@ -12,6 +12,7 @@ forgotten for it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -36,6 +37,8 @@ _MOST_WAITING: Final = 64 << 20
 _IDLE_BYTES: Final = 16 << 20
 # bytes of one answer to a peer, copied at once
 _ANSWER_BYTES: Final = 64 << 20
+# answers that wait for their steps to end; other questions wait
+_MOST_COPIES: Final = 2
 # seconds for the last blocks at the end; the process is killed soon after (``process.client``)
 _CLOSING_S: Final = 4.0
 
@@ -54,6 +57,8 @@ class Asked(NamedTuple):
     hashes: Sequence[bytes]
     # gets the content of the blocks from the first on that are here, maybe of none
     reply: Callable[[bytes], None]
+    # time.monotonic() after which no answer is wanted
+    until: float = math.inf
 
 
 class _Copy(NamedTuple):
@@ -235,8 +240,10 @@ class BlockKeeper:
     def poll(self, num_done: int, num_planned: int) -> None:
         """Answer peers: order copies of what they ask for, behind the steps planned so far, and
         send those whose steps have ended."""
-        while self._asked:
+        while self._asked and len(self._copies) < _MOST_COPIES:
             asked = self._asked.popleft()
+            if asked.until < time.monotonic():
+                continue
             most = max(1, _ANSWER_BYTES // self.block_bytes)
             hashes = asked.hashes[: min(most, self.num_here(asked.hashes))]
             found = [self.kv.pool.lookup(each) for each in hashes]

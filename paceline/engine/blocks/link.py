@@ -35,9 +35,13 @@ class Link:
         self.bytes_per_s += (guess.bytes_per_s - self.bytes_per_s) * _FORGIVEN
         return False
 
-    def observe(self, num_bytes: int, first: float, seconds: float) -> None:
-        """Learn from a fetch whose first piece came after ``first`` seconds, and all after
-        ``seconds``; from one that brought nothing, ``first`` is the time it took."""
-        self.latency += (first - self.latency) * _NEW
-        if num_bytes and seconds > 0.0:
-            self.bytes_per_s += (num_bytes / seconds - self.bytes_per_s) * _NEW
+    def observe(self, head: int, first: float, num_bytes: int, seconds: float) -> None:
+        """Learn from a fetch whose first piece, of ``head`` bytes, came after ``first`` seconds,
+        and all bytes after ``seconds``; from one that brought nothing, ``first`` is the time it
+        took."""
+        rest = num_bytes - head
+        # of less, most has come with the first piece
+        if rest >= head > 0 and seconds > first:
+            self.bytes_per_s += (rest / (seconds - first) - self.bytes_per_s) * _NEW
+        latency = max(0.0, first - head / self.bytes_per_s)
+        self.latency += (latency - self.latency) * _NEW

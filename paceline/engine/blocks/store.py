@@ -8,7 +8,7 @@ level never meets: the fingerprint (``fingerprint``) is part of what a store is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 __all__ = ["BlockSource", "BlockStore", "Counts", "MemoryStore"]
@@ -30,10 +30,15 @@ class Counts:
 class BlockSource(Protocol):
     """A place from which blocks are read."""
 
-    def read(self, hashes: Sequence[bytes], timeout: float) -> Iterator[bytes]:
+    def read(self, hashes: Sequence[bytes], left: Callable[[], float]) -> Iterator[bytes]:
         """Yield the content of a run of blocks in pieces of whole blocks, until one is missing or
-        not as it was written, or ``timeout`` seconds have passed. Called on a thread of its own;
-        raises OSError where the place cannot be reached."""
+        not as it was written. Called on a thread of its own; raises OSError where the place cannot
+        be reached.
+
+        Args:
+            left: seconds that are left; 0 or less: nothing more is wanted, whatever was said
+                before. A place that may stand still looks several times a second.
+        """
 
 
 class BlockStore(BlockSource, Protocol):
@@ -67,7 +72,7 @@ class MemoryStore:
     def find(self, hashes: Sequence[bytes]) -> int:
         return next((i for i, each in enumerate(hashes) if each not in self.blocks), len(hashes))
 
-    def read(self, hashes: Sequence[bytes], timeout: float) -> Iterator[bytes]:
+    def read(self, hashes: Sequence[bytes], left: Callable[[], float]) -> Iterator[bytes]:
         for each in hashes:
             if each in self.broken or each not in self.blocks:
                 return

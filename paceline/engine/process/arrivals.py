@@ -34,10 +34,14 @@ _PATIENCE: Final = 0.25
 # one that brings its rest sooner than that is computed goes on for this many times as long
 _LONGEST: Final = 4.0
 _LEAST_S: Final = 0.5
+# none takes longer: an engine that only waits looks like one that stands still
+_MOST_S: Final = 30.0
 # fetches under way at once; others wait, within their own deadlines
 _FETCHES: Final = 2
-# pieces that wait to be landed at most, of 4 MiB (``disk``, ``peer``)
+# pieces of all fetches that wait to be landed at most, of 4 MiB (``disk``, ``peer``)
 _PIECES: Final = 16
+# seconds between looks whether a piece is still wanted
+_LOOK_S: Final = 0.1
 # peers whose speed is remembered
 _LINKS: Final = 64
 
@@ -59,17 +63,23 @@ class _Fetch:
         self, hashes: list[bytes], parts: Sequence[_Part], now: float, patience: float
     ) -> None:
         self.hashes, self.parts, self.began = hashes, parts, now
+        self.stop = parts[-1].stop
         # the latter for the thread that reads
-        self.deadline, self.limit = now + patience, now + _LONGEST * patience
+        self.deadline = now + min(_MOST_S, patience)
+        self.limit = now + min(_MOST_S, _LONGEST * patience)
         # with the seconds that each waited for its adapter
         self.requests: list[tuple[GenerationRequest, float]] = []
-        # blocks that are in the pool, and those that were read so far
-        self.landed = self.read = parts[0].first
-        self.pieces: Queue[tuple[str, bytes]] = Queue(_PIECES)
+        # blocks that are in the pool
+        self.landed = parts[0].first
         # written by the thread that reads
         self.result, self.ended = "gone", False
         # written by the engine's thread: nothing more is wanted
         self.stopped = False
+
+    @property
+    def wanted(self) -> bytes | None:
+        """Hash of the next block to land."""
+        return None if self.landed == self.stop else self.hashes[self.landed]
 
 
 class Arrivals:
@@ -95,23 +105,24 @@ class Arrivals:
         self._keeper, self._adapter_of = keeper, adapter_of
         self._computing, self._clock, self._least = computing, clock, least
         self._executor = executor or ThreadPoolExecutor(_FETCHES, thread_name_prefix="kv-fetch")
-        # by the first hash that is fetched
-        self._fetches: dict[bytes, _Fetch] = {}
+        self._fetches: list[_Fetch] = []
+        self._pieces: Queue[tuple[_Fetch, str, bytes]] = Queue(_PIECES)
         self._links: dict[str, Link] = {}
 
     def __len__(self) -> int:
         """Return the number of requests that wait."""
-        return sum(len(fetch.requests) for fetch in self._fetches.values())
+        return sum(len(fetch.requests) for fetch in self._fetches)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Ids of requests that wait."""
-        return tuple(
-            request.request_id for fetch in self._fetches.values() for request, _ in fetch.requests
-        )
+        return tuple(request.request_id for fetch in self._fetches for request, _ in fetch.requests)
 
     def hold(self, request: GenerationRequest, now: float, adapter_wait: float = 0.0) -> bool:
         """Keep a request for which blocks are worth fetching; return False if none are."""
+        keeper = self._keeper
+        if keeper.store is None and request.kv_source is None:
+            return False
         if request.sampling.prompt_logprobs is not None:
             # such a prompt shares nothing
             return False
@@ -119,13 +130,13 @@ class Arrivals:
         if resume is not None and len(resume.choices) == 1:
             tokens = [*tokens, *resume.choices[0].token_ids]
         adapter = self._adapter_of(request.request_id) if request.adapter is not None else None
-        keeper = self._keeper
         hashes = hash_prefix(tokens, keeper.kv.block_size, request.cache_salt, adapter)
         first = keeper.num_here(hashes)
         stop = first + keeper.room_for(len(hashes) - first)
         if first == stop:
             return False
-        fetch = self._fetches.get(hashes[first])
+        # also one under way that has landed what is here
+        fetch = next((f for f in self._fetches if f.wanted == hashes[first]), None)
         if fetch is None:
             parts = self._parts(request, hashes, first, stop)
             if not parts:
@@ -134,7 +145,9 @@ class Arrivals:
             computing = self._computing((stop - first) * keeper.kv.block_size)
             share = _PATIENCE * computing if math.isfinite(computing) else 0.0
             patience = max(self._least, _LATE * taken, share)
-            fetch = self._fetches[hashes[first]] = _Fetch(hashes, parts, now, patience)
+            # what is behind its parts is computed
+            fetch = _Fetch(hashes[: parts[-1].stop], parts, now, patience)
+            self._fetches.append(fetch)
             self._executor.submit(self._read, fetch)
         fetch.requests.append((request, adapter_wait))
         return True
@@ -143,26 +156,28 @@ class Arrivals:
         """Land what has come, and return requests whose wait is over, in order of arrival, with the
         seconds that each waited for its adapter."""
         over: list[tuple[GenerationRequest, float]] = []
-        for head, fetch in list(self._fetches.items()):
-            # read first: nothing comes after it
-            ended = fetch.ended
-            self._land(fetch)
-            if not (ended or fetch.stopped) and self._goes_on(fetch, now):
+        # read first: nothing comes after it
+        ended = {fetch for fetch in self._fetches if fetch.ended}
+        self._land()
+        going: list[_Fetch] = []
+        for fetch in self._fetches:
+            if not (fetch in ended or fetch.stopped) and self._goes_on(fetch, now):
+                going.append(fetch)
                 continue
             fetch.stopped = True
-            result = fetch.result if ended else "late"
+            result = fetch.result if fetch in ended else "late"
             for part in fetch.parts:
                 missing = part.stop - max(part.first, fetch.landed)
                 self._keeper.note(part.name, result, max(0, missing))
-            del self._fetches[head]
             over += fetch.requests
+        self._fetches = going
         return over
 
     def _goes_on(self, fetch: _Fetch, now: float) -> bool:
         """Whether to wait for a fetch; at its deadline, by the pace at which it came so far."""
         if now < fetch.deadline:
             return True
-        came, left = fetch.landed - fetch.parts[0].first, fetch.parts[-1].stop - fetch.landed
+        came, left = fetch.landed - fetch.parts[0].first, fetch.stop - fetch.landed
         if not came or now >= fetch.limit:
             return False
         rest = (now - fetch.began) / came * left
@@ -174,7 +189,7 @@ class Arrivals:
     def abort(self, sequence_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End waiting requests with a choice among the ids; return updates of all their choices."""
         ids, updates = set(sequence_ids), list[RequestUpdate]()
-        for head, fetch in list(self._fetches.items()):
+        for fetch in self._fetches:
             kept = []
             for request, adapter_wait in fetch.requests:
                 choices = choice_ids(request)
@@ -186,14 +201,13 @@ class Arrivals:
                     for choice in choices
                 ]
             fetch.requests = kept
-            if not kept:
-                fetch.stopped = True
-                del self._fetches[head]
+            fetch.stopped = fetch.stopped or not kept
+        self._fetches = [fetch for fetch in self._fetches if fetch.requests]
         return tuple(updates)
 
     def close(self) -> None:
         """Stop all fetches. Idempotent."""
-        for fetch in self._fetches.values():
+        for fetch in self._fetches:
             fetch.stopped = True
         self._fetches.clear()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -222,11 +236,11 @@ class Arrivals:
             add("peer", request.kv_source.url, source, stop - done)
         return parts
 
-    def _land(self, fetch: _Fetch) -> None:
+    def _land(self) -> None:
         keeper, size = self._keeper, self._keeper.block_bytes
         while True:
             try:
-                name, data = fetch.pieces.get_nowait()
+                fetch, name, data = self._pieces.get_nowait()
             except Empty:
                 return
             count = len(data) // size
@@ -250,22 +264,37 @@ class Arrivals:
     def _read_part(self, fetch: _Fetch, part: _Part) -> bool:
         """Read one part; return whether all of it came."""
         began = self._clock()
-        came, first = 0, math.nan
+        head = came = 0
+        first = took = 0.0
+
+        def left() -> float:
+            return 0.0 if fetch.stopped else fetch.limit - self._clock()
+
         try:
-            for data in part.source.read(fetch.hashes[part.first : part.stop], fetch.limit - began):
-                if came == 0:
-                    first = self._clock() - began
+            for data in part.source.read(fetch.hashes[part.first : part.stop], left):
+                took = self._clock() - began
+                if not came:
+                    head, first = len(data), took
                 came += len(data)
-                fetch.pieces.put((part.name, data), timeout=max(0.0, fetch.limit - self._clock()))
-                if fetch.stopped:
-                    return False
-        except Full:
-            fetch.result = "late"
+                if not self._pass_on(fetch, part.name, data, left):
+                    fetch.result = "late"
+                    break
         except TimeoutError:
             fetch.result = "late"
         except (OSError, msgspec.MsgspecError):
             fetch.result = "error"
-        took = self._clock() - began
-        if came or fetch.result == "late":
-            part.link.observe(came, took if math.isnan(first) else first, took)
+        if came:
+            part.link.observe(head, first, came, took)
+        elif (took := self._clock() - began) > part.link.latency:
+            part.link.observe(0, took, 0, took)
         return came == (part.stop - part.first) * self._keeper.block_bytes
+
+    def _pass_on(self, fetch: _Fetch, name: str, data: bytes, left: Callable[[], float]) -> bool:
+        """Hand a piece to the engine's thread; return False where it is not wanted any more."""
+        while left() > 0.0:
+            try:
+                self._pieces.put((fetch, name, data), timeout=_LOOK_S)
+            except Full:
+                continue
+            return True
+        return False

@@ -118,6 +118,13 @@ class EngineLoop:
             Exception: any error of ``core.step`` or ``core.check_integrity``; the core cannot
                 go on.
         """
+        try:
+            return self._run()
+        finally:
+            if self._arrivals is not None:
+                self._arrivals.close()
+
+    def _run(self) -> Shutdown:
         self._flush()
         checked = False
         while True:
@@ -172,8 +179,6 @@ class EngineLoop:
         for message in messages:
             if isinstance(message, Shutdown):
                 self._shutdown = message
-                if self._arrivals is not None:
-                    self._arrivals.close()
                 break
             self._handle(message)
         if self._core.adapters is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from queue import Queue
 from typing import Any
 
 from paceline.backends.reference.null import NullBackend, expected_tokens
@@ -73,6 +74,8 @@ class Engine:
             executor=self.executor,
             clock=lambda: self.now,
         )
+        # what reads runs on this thread, which lands only later
+        self.arrivals._pieces = Queue()
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.cached: dict[str, int] = {}
@@ -145,7 +148,7 @@ class Lossy:
     def __init__(self, owner: Engine, faults: Iterator[str]) -> None:
         self.owner, self._faults = owner, faults
 
-    def read(self, hashes: Sequence[bytes], timeout: float) -> Iterator[bytes]:
+    def read(self, hashes: Sequence[bytes], left: Callable[[], float]) -> Iterator[bytes]:
         fault = next(self._faults, "")
         if fault == "lost":
             raise ConnectionError("the link is down")

@@ -44,7 +44,7 @@ def write(store: DiskStore, *numbers: int) -> None:
 
 
 def read(store: DiskStore, *numbers: int) -> list[bytes]:
-    data = b"".join(store.read([name(n) for n in numbers], 1.0))
+    data = b"".join(store.read([name(n) for n in numbers], lambda: 1.0))
     return [data[i : i + SIZE] for i in range(0, len(data), SIZE)]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 
 import pytest
 
@@ -246,7 +248,7 @@ class Slow(MemoryStore):
         self.gates: list[threading.Event] = []
         self.came = threading.Semaphore(0)
 
-    def read(self, hashes: Sequence[bytes], timeout: float) -> Iterator[bytes]:
+    def read(self, hashes: Sequence[bytes], left: Callable[[], float]) -> Iterator[bytes]:
         for each, gate in zip(hashes, self.gates, strict=False):
             yield self.blocks[each]
             self.came.release()
@@ -280,6 +282,61 @@ def test_a_fetch_goes_on_if_its_rest_comes_sooner_than_computed(came: int, goes_
     second.run()
     second.arrivals.close()
     assert len(second.tokens["a"]) == 4 and fetched(second)["disk", "hit"] == 4 * came
+
+
+def test_one_that_comes_while_blocks_land_joins_their_fetch() -> None:
+    store = Slow()
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    store.gates = [threading.Event() for _ in range(8)]
+    second = Engine(store)
+    second.arrivals._executor = ThreadPoolExecutor(2)
+    second.add("a", prompt(0))
+    for number in range(3):
+        assert store.came.acquire(timeout=60)
+        if number < 2:
+            store.gates[number].set()
+    second.step()
+    assert fetched(second) == {("disk", "hit"): 12} and second.arrivals
+    second.add("b", [*prompt(0), 5])
+    assert len(second.arrivals._fetches) == 1 and second.arrivals.request_ids == ("a", "b")
+    for gate in store.gates:
+        gate.set()
+    second.run()
+    second.arrivals.close()
+    assert fetched(second) == {("disk", "hit"): 32}
+    assert second.cached == {"a": 32, "b": 32}
+
+
+def test_threads_that_read_hold_a_bounded_number_of_pieces() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    for number in range(3):
+        first.answer(f"{number}", prompt(number))
+    first.core.close()
+    second = Engine(store, num_blocks=64)
+    second.arrivals._pieces = Queue(10)
+    second.arrivals._clock = time.monotonic
+    second.now = time.monotonic()
+    second.arrivals._least = 60.0
+    second.arrivals._executor = executor = ThreadPoolExecutor(2)
+    for number in range(3):
+        assert second.add(f"{number}", prompt(number))
+    deadline = time.monotonic() + 60
+    while second.arrivals._pieces.qsize() < 10 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert store.counts.read_bytes <= (10 + 2) * BLOCK
+    second.run()
+    executor.shutdown()
+    assert fetched(second) == {("disk", "hit"): 96}
+
+
+def test_an_engine_with_a_port_alone_holds_no_request_that_names_no_source() -> None:
+    owner, engine = Engine(), Engine()
+    owner.answer("a", prompt(0))
+    connect(engine, owner)
+    assert not engine.add("a", prompt(0)) and engine.add("b", prompt(0), source=SOURCE)
 
 
 def test_a_request_that_all_have_left_stops_its_fetch() -> None:
@@ -318,10 +375,14 @@ def test_what_computes_faster_is_not_fetched() -> None:
     assert not Engine(store, computing=1e-9).add("a", prompt(0))
     link = Link()
     assert link.is_worth(100, 1.0) and not link.is_worth(100, 0.02)
-    link.observe(10**9, 0.02, 1.0)
-    assert link.seconds(6 * 10**8) == pytest.approx(0.02 + 6.0 / 5.5)
+    # a tenth of it with the first piece: 1e9 bytes a second behind that
+    link.observe(10**8, 0.12, 10**9, 1.02)
+    assert link.bytes_per_s == pytest.approx(5.5e8)
+    for _ in range(20):
+        link.observe(10**8, 0.42, 10**9, 1.32)
+    assert link.seconds(10**9) == pytest.approx(1.32, rel=0.01), "as long as it took"
     for _ in range(5):
-        link.observe(0, 5.0, 5.0)
+        link.observe(0, 5.0, 0, 5.0)
     assert not link.is_worth(100, 1.0)
     refusals = 0
     while not link.is_worth(100, 1.0):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from hashlib import sha256
+from queue import SimpleQueue
 from zlib import crc32
 
 import pytest
@@ -46,7 +46,9 @@ def serving(ask: Callable[[Asked], None] = have) -> Iterator[str]:
 def read(
     url: str, hashes: Sequence[bytes] = HASHES, key: bytes = KEY, **more: float
 ) -> list[bytes]:
-    data = b"".join(Peer(url, PRINT, SIZE, key).read(hashes, more.get("timeout", 30.0)))
+    data = b"".join(
+        Peer(url, PRINT, SIZE, key).read(hashes, module._within(more.get("timeout", 30.0)))
+    )
     return [data[i : i + SIZE] for i in range(0, len(data), SIZE)]
 
 
@@ -54,7 +56,7 @@ def test_the_run_that_the_peer_has_comes() -> None:
     with serving() as url:
         assert read(url) == [BLOCKS[each] for each in HASHES[:8]]
         assert read(url, HASHES[8:]) == []
-        assert list(Peer(url, b"x" * 32, SIZE, KEY).read(HASHES, 30.0)) == []
+        assert list(Peer(url, b"x" * 32, SIZE, KEY).read(HASHES, lambda: 30.0)) == []
 
 
 def test_an_answer_in_parts_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +79,9 @@ def test_neither_side_talks_to_one_without_the_key() -> None:
     assert not asked
 
     def pretend(connection: socket.socket) -> None:
-        module._send(connection, module.Hello(bytes(32)), time.monotonic() + 30)
-        module._receive(connection, module.Ask, time.monotonic() + 30)
-        module._send(connection, module.Have(1, bytes(32)), time.monotonic() + 30)
+        module._send(connection, module.Hello(bytes(32)), module._within(30.0))
+        module._receive(connection, module.Ask, module._within(30.0))
+        module._send(connection, module.Have(1, bytes(32)), module._within(30.0))
 
     with fake(pretend) as url, pytest.raises(OSError, match="does not know the key"):
         read(url)
@@ -115,7 +117,7 @@ def fake(serve: Callable[[socket.socket], None]) -> Iterator[str]:
 
 def begin(connection: socket.socket, count: int) -> None:
     """Answer a question as one that has the first ``count`` blocks does, and send the first."""
-    until = time.monotonic() + 30
+    until = module._within(30.0)
     module._send(connection, module.Hello(bytes(32)), until)
     ask = module._receive(connection, module.Ask, until)
     proof = module._prove(KEY, b"paceline-kv-give", ask.nonce)
@@ -132,10 +134,45 @@ def test_a_peer_that_stops_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> No
         connection.sendall(b"abc")
 
     with fake(stop) as url:
-        blocks = Peer(url, PRINT, SIZE, KEY).read(HASHES, 1.0)
+        blocks = Peer(url, PRINT, SIZE, KEY).read(HASHES, module._within(1.0))
         assert next(blocks) == BLOCKS[HASHES[0]], "what came before is of use"
         with pytest.raises(TimeoutError):
             next(blocks)
+
+
+def test_a_read_that_is_not_wanted_any_more_ends() -> None:
+    wanted = True
+
+    def stop(connection: socket.socket) -> None:
+        nonlocal wanted
+        begin(connection, 3)
+        wanted = False
+
+    with fake(stop) as url, pytest.raises(TimeoutError):
+        list(Peer(url, PRINT, SIZE, KEY).read(HASHES, lambda: 600.0 if wanted else 0.0))
+
+
+@pytest.mark.parametrize("count", [-1, -(2**40), 0])
+def test_a_count_below_one_is_none(count: int) -> None:
+    with fake(lambda connection: begin(connection, count)) as url:
+        assert read(url) == []
+
+
+def test_few_answers_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_ANSWERS", 1)
+    asked, came = SimpleQueue[Asked](), list[int]()
+    with serving(asked.put) as url:
+        readers = [threading.Thread(target=lambda: came.append(len(read(url)))) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        # each asks for the rest, too
+        for _ in range(2 * len(readers)):
+            question = asked.get(timeout=60)
+            assert asked.empty()
+            have(question)
+        for reader in readers:
+            reader.join()
+    assert came == [8, 8, 8]
 
 
 def test_a_wrong_checksum_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +181,7 @@ def test_a_wrong_checksum_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         connection.sendall(bytes(4 + SIZE))
 
     with fake(spoil) as url:
-        blocks = Peer(url, PRINT, SIZE, KEY).read(HASHES, 30.0)
+        blocks = Peer(url, PRINT, SIZE, KEY).read(HASHES, lambda: 30.0)
         assert next(blocks) == BLOCKS[HASHES[0]]
         with pytest.raises(OSError, match="wrong checksum"):
             next(blocks)
@@ -172,7 +209,7 @@ def test_a_server_survives_what_is_no_question() -> None:
     with serving() as url:
         for data in (b"GET / HTTP/1.1\r\n\r\n", b"\x04\x00\x00\x00abcd", b"\x04\x00"):
             with closing(socket.create_connection(parse_kv_url(url))) as connection:
-                module._receive(connection, module.Hello, time.monotonic() + 30)
+                module._receive(connection, module.Hello, module._within(30.0))
                 # it may have hung up already
                 with suppress(OSError):
                     connection.sendall(data)
@@ -184,7 +221,7 @@ def test_a_server_survives_what_is_no_question() -> None:
 def test_more_peers_than_are_served_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_PEERS", 1)
     with serving() as url, closing(socket.create_connection(parse_kv_url(url))) as first:
-        module._receive(first, module.Hello, time.monotonic() + 30)
+        module._receive(first, module.Hello, module._within(30.0))
         with pytest.raises(OSError):
             read(url)
 
