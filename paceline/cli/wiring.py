@@ -178,8 +178,9 @@ def _keeper_maker(
         port=settings.kv_port,
         host=settings.kv_host,
     )
-    path = settings.weights_path or settings.model_path
-    files = () if path is None else model_files(Path(path))
+    # the file that is read, which may be one in fewer bits
+    weights = settings.weights_path or settings.model_path
+    files = () if weights is None else model_files(Path(weights))
     return partial(open_keeper, backend=backend, settings=wanted, files=files)
 
 

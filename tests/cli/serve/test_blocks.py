@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -219,6 +220,25 @@ def test_a_models_blocks_come_back_bit_for_bit(tmp_path: Path, compute: str) -> 
         assert (changed.blocks.fingerprint == keeper.fingerprint) == same
     finally:
         changed.close()
+
+
+def test_blocks_are_those_of_the_weights_that_are_read(tmp_path: Path) -> None:
+    prints = []
+    for name in ("model", "few"):
+        save_model(tmp_path / name, "llama", **({"vocab_size": 120} if name == "few" else {}))
+    for weights in (None, str(tmp_path / "few")):
+        settings = EngineSettings.of(
+            model_name="m", model_path=str(tmp_path / "model"), backend="torch",
+            kv_cache_bytes=8 << 20, max_num_seqs=4, max_num_batched_tokens=64, threads=1,
+            kv_store=str(tmp_path / "blocks"), weights_path=weights,
+        )  # fmt: skip
+        core, _ = build_core(settings)
+        assert core.blocks is not None
+        prints.append(core.blocks.fingerprint)
+        core.close()
+    digests = json.loads((tmp_path / "blocks" / "digests.json").read_text())
+    assert prints[0] != prints[1]
+    assert {Path(json.loads(each)[0]).parent.name for each in digests} == {"model", "few"}
 
 
 def test_stats_without_blocks_are_none() -> None:
