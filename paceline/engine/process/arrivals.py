@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from queue import Empty, Full, Queue
+from queue import Full, Queue
 from typing import Final, NamedTuple
 
 import msgspec
@@ -22,7 +22,7 @@ from paceline.core.request import AdapterUse, FinishReason
 from paceline.engine.blocks.keeper import BlockKeeper
 from paceline.engine.blocks.link import Link
 from paceline.engine.blocks.store import BlockSource
-from paceline.engine.fanout import choice_ids
+from paceline.engine.fanout import choice_ids, request_of
 from paceline.engine.types import GenerationRequest
 
 __all__ = ["Arrivals"]
@@ -188,21 +188,22 @@ class Arrivals:
 
     def abort(self, sequence_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End waiting requests with a choice among the ids; return updates of all their choices."""
-        ids, updates = set(sequence_ids), list[RequestUpdate]()
+        names, updates = set(map(request_of, sequence_ids)), list[RequestUpdate]()
         for fetch in self._fetches:
             kept = []
             for request, adapter_wait in fetch.requests:
-                choices = choice_ids(request)
-                if ids.isdisjoint(choices):
+                if request.request_id not in names:
                     kept.append((request, adapter_wait))
                     continue
                 updates += [
                     RequestUpdate(choice, (), None, FinishReason.ABORT, None, 0, 0.0, 0)
-                    for choice in choices
+                    for choice in choice_ids(request)
                 ]
             fetch.requests = kept
             fetch.stopped = fetch.stopped or not kept
         self._fetches = [fetch for fetch in self._fetches if fetch.requests]
+        # gives back the memory of pieces that are not wanted
+        self._land()
         return tuple(updates)
 
     def close(self) -> None:
@@ -238,11 +239,9 @@ class Arrivals:
 
     def _land(self) -> None:
         keeper, size = self._keeper, self._keeper.block_bytes
-        while True:
-            try:
-                fetch, name, data = self._pieces.get_nowait()
-            except Empty:
-                return
+        # no more than was there: a quick disk could go on for long
+        for _ in range(self._pieces.qsize()):
+            fetch, name, data = self._pieces.get_nowait()
             count = len(data) // size
             if fetch.stopped:
                 continue
