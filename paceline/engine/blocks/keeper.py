@@ -97,6 +97,8 @@ class BlockKeeper:
         self.server: Server | None = None
         self._asked: deque[Asked] = deque()
         self._copies: deque[_Copy] = deque()
+        # of blocks that came from outside
+        self._landings: deque[Future[None]] = deque()
         self._sent_tokens = 0
         self._writer: ThreadPoolExecutor | None = None
         self._losses = Losses()
@@ -211,7 +213,8 @@ class BlockKeeper:
             # the blocks taken may have held other prefixes
             self.save_evicted()
         if block_ids:
-            self._memory.write_blocks(block_ids, data[: len(block_ids) * self.block_bytes])
+            content = data[: len(block_ids) * self.block_bytes]
+            self._landings.append(self._memory.write_blocks(block_ids, content))
         return len(block_ids)
 
     def note(self, source: str, result: str, num_blocks: int) -> None:
@@ -239,7 +242,13 @@ class BlockKeeper:
 
     def poll(self, num_done: int, num_planned: int) -> None:
         """Answer peers: order copies of what they ask for, behind the steps planned so far, and
-        send those whose steps have ended."""
+        send those whose steps have ended.
+
+        Raises:
+            Exception: blocks that can be found were not filled; the engine cannot go on.
+        """
+        while self._landings and self._landings[0].done():
+            self._landings.popleft().result()
         while self._asked and len(self._copies) < _MOST_COPIES:
             asked = self._asked.popleft()
             if asked.until < time.monotonic():
@@ -248,6 +257,9 @@ class BlockKeeper:
             hashes = asked.hashes[: min(most, self.num_here(asked.hashes))]
             found = [self.kv.pool.lookup(each) for each in hashes]
             block_ids = [block_id for block_id in found if block_id is not None]
+            if not block_ids:
+                asked.reply(b"")
+                continue
             data = self._memory.read_blocks(block_ids)
             self._copies.append(_Copy(hashes, block_ids, data, num_planned, asked.reply))
         while self._copies and self._copies[0].data.done() and self._copies[0].steps <= num_done:

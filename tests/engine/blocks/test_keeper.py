@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Queue
 
 import pytest
@@ -330,6 +330,20 @@ def test_threads_that_read_hold_a_bounded_number_of_pieces() -> None:
     second.run()
     executor.shutdown()
     assert fetched(second) == {("disk", "hit"): 96}
+
+
+def test_blocks_that_were_not_filled_end_the_engine() -> None:
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    second = Engine(store)
+    failed = Future[None]()
+    failed.set_exception(MemoryError("of the device"))
+    second.backend.write_blocks = lambda *_: failed  # type: ignore[method-assign]
+    second.add("a", prompt(0))
+    with pytest.raises(MemoryError, match="of the device"):
+        second.run()
 
 
 def test_an_engine_with_a_port_alone_holds_no_request_that_names_no_source() -> None:
