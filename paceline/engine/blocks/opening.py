@@ -36,7 +36,7 @@ class BlockSettings:
     max_bytes: int
     # port at which peers ask, 0 for a free one; None: they cannot
     port: int | None
-    host: str = "0.0.0.0"
+    host: str = "127.0.0.1"
 
 
 def open_keeper(
@@ -86,7 +86,13 @@ def open_keeper(
         keeper.peer = partial(_peer, print_, block_bytes, key)
     if settings.port is not None:
         try:
-            listener = socket.create_server((settings.host, settings.port), backlog=16)
+            is_v6 = ":" in settings.host
+            listener = socket.create_server(
+                (settings.host, settings.port),
+                family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+                backlog=16,
+                dualstack_ipv6=is_v6 and socket.has_dualstack_ipv6(),
+            )
         except OSError as error:
             keeper.close()
             raise ConfigError(f"--kv-port {settings.port}: {error.strerror or error}") from None

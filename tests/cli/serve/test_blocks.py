@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -133,6 +134,21 @@ async def test_a_peer_gives_what_it_computed(monkeypatch: pytest.MonkeyPatch) ->
         for wrong in (other, gone):
             prompt = body(90, kv_source=wrong, prompt=[*range(2, 92)])
             await ask(second, prompt | {"cache_salt": wrong["url"]})
+
+
+@pytest.mark.parametrize("host", ["::1", "::", "localhost"])
+def test_the_port_is_at_any_kind_of_address(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_KV_KEY", "shared")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    core, info = build_core(NULL.changed(kv_port=0, kv_host=host))
+    try:
+        at = "127.0.0.1" if host == "localhost" else "::1"
+        socket.create_connection((at, info.kv_port), 60).close()
+    finally:
+        core.close()
 
 
 async def test_only_an_admins_key_names_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
