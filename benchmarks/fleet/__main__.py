@@ -6,13 +6,13 @@ Parts, each of which can be run alone (``PARTS=choice,moves``):
 * ``moves``: ``MOVES`` (1,000) moves of 32 streams between two replicas of the null backend;
 * ``roll``: a rolling update of three replicas at about 70 % of their slots, with the first tokens
   next to those before it;
+* ``restart`` and ``peer``: first tokens of prompts that are read from disk after a restart, and
+  fetched from another engine; see ``blocks``;
 * ``faults``: the counts that ``make test-fleet`` wrote, and the memory of Ray's head, two nodes and
   three actors, idle;
 * ``autoscale``: a day of ``HOURS`` (4) in the simulator, which the controller of ``paceline fleet``
   drives; see ``simulated``;
-* ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests;
-* ``restart``, ``peer``: prompts that are not computed again; see ``blocks``, whose third part moves
-  streams of 4,096 tokens.
+* ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests.
 
 QUICK=1 takes 64 moves and a small simulation. Prints its findings on standard error as it goes and,
 last, one JSON line, in which ``unmeasured`` names what was not measured, and why.
@@ -35,7 +35,7 @@ import httpx
 
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.unmeasured import Unmeasured
-from benchmarks.fleet.blocks import hit, restart
+from benchmarks.fleet import blocks
 from benchmarks.fleet.choice import choice_ms
 from benchmarks.fleet.faults import FOUND
 from benchmarks.fleet.live import KEY, Fleet, Streams, running_fleet
@@ -44,7 +44,7 @@ from paceline.bench.machine import machine
 
 __all__ = ["main"]
 
-PARTS: Final = ("choice", "moves", "roll", "faults", "autoscale", "sim", "restart", "peer")
+PARTS: Final = ("choice", "moves", "roll", "restart", "peer", "faults", "autoscale", "sim")
 _NOT_HERE: Final = {
     "pd": "replicas have no roles yet",
     "ray_serve": "Ray Serve as a peer is not measured yet",
@@ -145,11 +145,11 @@ def main() -> int:
         "choice": lambda: {str(n): round(choice_ms(n), 3) for n in (16, 256, 1000)},
         "moves": lambda: moves(num_moves),
         "roll": roll,
+        "restart": lambda: asyncio.run(blocks.restart()),
+        "peer": lambda: asyncio.run(blocks.hit()),
         "faults": _faults,
         "autoscale": lambda: autoscale(hours),
         "sim": lambda: thousand(*size),
-        "restart": lambda: asyncio.run(restart()),
-        "peer": lambda: asyncio.run(hit()),
     }
     unmeasured = Unmeasured()
     results: dict[str, Any] = {}
