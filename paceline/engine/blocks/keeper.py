@@ -118,9 +118,7 @@ class BlockKeeper:
         """Save what the pool has evicted since the last call, ahead of the plan that overwrites it,
         and forget what is not to be trusted."""
         losses = self._losses
-        if losses.forgotten:
-            self._forget(tuple(losses.forgotten))
-            losses.forgotten.clear()
+        self._forget()
         if losses.evicted:
             self._save(losses.evicted)
             losses.evicted.clear()
@@ -186,8 +184,13 @@ class BlockKeeper:
             with self._lock:
                 self._saving.difference_update(hashes)
 
-    def _forget(self, hashes: Sequence[bytes]) -> None:
+    def _forget(self) -> None:
+        """Have the store drop what is not to be trusted."""
+        if not self._losses.forgotten:
+            return
         assert self.store is not None and self._writer is not None, "losses are read for a store"
+        hashes = tuple(self._losses.forgotten)
+        self._losses.forgotten.clear()
         with self._lock:
             self._saving.difference_update(hashes)
         # behind the write that may be under way
@@ -249,6 +252,7 @@ class BlockKeeper:
         """
         while self._landings and self._landings[0].done():
             self._landings.popleft().result()
+        self._forget()
         while self._asked and len(self._copies) < _MOST_COPIES:
             asked = self._asked.popleft()
             if asked.until < time.monotonic():
@@ -287,6 +291,8 @@ class BlockKeeper:
         if self.store is None or self._writer is None:
             return
         until = time.monotonic() + _CLOSING_S
+        self._forget()
+        wait_for([self._writer.submit(lambda: None)], _CLOSING_S)
         count = max(1, _IDLE_BYTES // self.block_bytes)
         pairs = [pair for pair in self.kv.pool.findable() if not self.store.find((pair[1],))]
         for first in range(0, len(pairs), count):

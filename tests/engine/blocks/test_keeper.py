@@ -92,6 +92,18 @@ def test_what_failed_is_in_no_store() -> None:
     assert store.find(hashes) == 0
 
 
+def test_what_failed_last_is_in_no_store_after_the_end() -> None:
+    store = MemoryStore(BLOCK)
+    engine = Engine(store, poison_token=77)
+    engine.answer("a", [1, *range(11)])
+    engine.keeper.save_idle(engine.core.num_steps)
+    settle(engine)
+    engine.add("b", [1, *range(11), 77, 5, 5, 5, 5])
+    engine.run()
+    engine.core.close()
+    assert store.find(hash_prefix([1, *range(11)], 4)) == 0
+
+
 def test_a_full_queue_leaves_blocks_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.engine.blocks.keeper._MOST_WAITING", 2 * BLOCK)
     store = MemoryStore(BLOCK)
