@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Final, NamedTuple, Protocol
@@ -208,17 +208,21 @@ class BlockKeeper:
         pool = self.kv.pool
         return min(count, pool.num_free, pool.max_idle)
 
-    def land(self, hashes: Sequence[bytes], first: int, data: bytes) -> int:
+    def land(self, hashes: Sequence[bytes], first: int, pieces: Iterable[bytes]) -> int:
         """Put the content of ``hashes[first:]`` into the pool, as far as it has room, and return
-        the number of blocks that it took."""
+        the number of blocks that it took. A call takes time in proportion to all of ``hashes``."""
         block_ids = self.kv.land(hashes, first)
         if self.store is not None:
             # the blocks taken may have held other prefixes
             self.save_evicted()
-        if block_ids:
-            content = data[: len(block_ids) * self.block_bytes]
-            self._landings.append(self._memory.write_blocks(block_ids, content))
-        return len(block_ids)
+        num_landed = 0
+        for data in pieces:
+            ids = block_ids[num_landed : num_landed + len(data) // self.block_bytes]
+            if ids:
+                content = data[: len(ids) * self.block_bytes]
+                self._landings.append(self._memory.write_blocks(ids, content))
+            num_landed += len(ids)
+        return num_landed
 
     def note(self, source: str, result: str, num_blocks: int) -> None:
         """Count blocks that were wanted from a source."""

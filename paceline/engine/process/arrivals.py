@@ -239,17 +239,23 @@ class Arrivals:
 
     def _land(self) -> None:
         keeper, size = self._keeper, self._keeper.block_bytes
+        found: dict[_Fetch, list[tuple[str, bytes]]] = {}
         # no more than was there: a quick disk could go on for long
         for _ in range(self._pieces.qsize()):
             fetch, name, data = self._pieces.get_nowait()
-            count = len(data) // size
-            if fetch.stopped:
-                continue
-            landed = keeper.land(fetch.hashes[: fetch.landed + count], fetch.landed, data)
-            keeper.note(name, "hit", landed)
+            if not fetch.stopped:
+                found.setdefault(fetch, []).append((name, data))
+        for fetch, pieces in found.items():
+            stop = fetch.landed + sum(len(data) // size for _, data in pieces)
+            content = [data for _, data in pieces]
+            landed = keeper.land(fetch.hashes[:stop], fetch.landed, content)
             fetch.landed += landed
             # without memory for the rest, that is computed
-            fetch.stopped = landed < count
+            fetch.stopped = fetch.landed < stop
+            for name, data in pieces:
+                count = min(landed, len(data) // size)
+                keeper.note(name, "hit", count)
+                landed -= count
 
     def _read(self, fetch: _Fetch) -> None:
         """Read all parts; runs on a thread of the executor."""
