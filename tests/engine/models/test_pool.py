@@ -17,7 +17,6 @@ from paceline.engine.models.ledger import Account
 from paceline.engine.models.model import ModelSpec, State
 from paceline.engine.models.pool import ModelPool
 from paceline.engine.models.states import ModelStates
-from paceline.engine.models.testing import null_pool
 from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import GenerationRequest
@@ -28,6 +27,7 @@ from paceline.errors import (
     ModelFailedError,
     UnknownModelError,
 )
+from tests.engine.models.null_pool import null_pool
 
 VOCAB = ByteTokenizer().vocab_size
 

@@ -16,12 +16,12 @@ from paceline.backends.reference.null import NullBackend
 from paceline.engine.models.front import FrontClient
 from paceline.engine.models.model import State
 from paceline.engine.models.pool import ModelPool
-from paceline.engine.models.testing import null_pool
 from paceline.errors import CheckpointError, InvalidRequestError, ModelFailedError
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import SeveralModels
 from paceline.server.models.finding import seconds_of
+from tests.engine.models.null_pool import null_pool
 from tests.server.helpers import VOCAB, chat_body, connect, events, metric, scrape
 
 # a context length of its own tells a model apart

@@ -1,4 +1,4 @@
-"""A pool of models over null engines, which ships with the library as ``engine.testing`` does."""
+"""A pool of models over null engines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from paceline.engine.models.pool import ModelPool
 from paceline.engine.models.states import ModelStates
 from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.testing import null_client
-
-__all__ = ["null_pool"]
 
 
 async def null_pool(
