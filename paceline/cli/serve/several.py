@@ -83,6 +83,11 @@ def prepare(
         if value is not None:
             raise ConfigError(f"{flag} {value} is for a server of one model, not of {len(models)}")
     memory = args.memory or int(_MEMORY_SHARE * available_memory())
+    if memory <= _PROCESS_BYTES:
+        raise ConfigError(
+            f"--memory must be more than {_PROCESS_BYTES >> 20} MiB, which the process takes that "
+            f"waits for the next load; it is {memory / 2**20:.0f} MiB"
+        )
     weights = sum(given.weight for given in models)
     specs: list[ModelSpec] = []
     settings: dict[str, EngineSettings] = {}

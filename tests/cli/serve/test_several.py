@@ -152,6 +152,8 @@ def test_pinned_models_that_do_not_fit_together_are_refused_with_the_numbers(
     _prepared(tmp_path, *three)
     with pytest.raises(ConfigError, match=r"3 models are pinned.* 192 MiB: there are 136 MiB"):
         _prepared(tmp_path, *three, memory="200MiB")
+    with pytest.raises(ConfigError, match=r"--memory must be more than 64 MiB.* it is 10 MiB"):
+        _prepared(tmp_path, *three, memory="10MiB")
     with pytest.raises(ConfigError, match=r"3 models are pinned.* --models-max is 2"):
         _prepared(tmp_path, *three, "--models-max", "2")
 
