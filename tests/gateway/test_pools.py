@@ -95,7 +95,9 @@ async def test_the_word_on_the_page() -> None:
     """docs/operate/fleet.md shows a PUT, of two engines on other hosts."""
     (block,) = [b for b in blocks(DOCS / "operate/fleet.md") if "-X PUT" in b.code]
     async with pool_over(GOOD, GOOD) as ((one, two), _, client):
-        word = block.code.partition("-d '")[2].partition("'")[0]
+        # the shell's time in milliseconds
+        code = block.code.replace("'$(date +%s000)'", "1")
+        word = code.partition("-d '")[2].partition("'")[0]
         word = word.replace("10.0.0.7:41877", f"127.0.0.1:{one.port}")
         body = json.loads(word.replace("10.0.0.5:41877", f"127.0.0.1:{two.port}"))
         engines = (await told(client, body))["engines"]
