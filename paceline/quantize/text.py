@@ -1,8 +1,8 @@
 """The calibration text: what runs through a model while its weights are rounded.
 
-The text of the package is chat, prose and code, some 110 kB. Chat goes through the model's own
-template, and pieces of it begin where conversations do: the tokens before an answer, which decide
-how it begins, then stand where a served model sees them, behind the template's first token.
+The text of the package is chat, prose and code in equal parts, some 110 kB. Chat goes through the
+model's own template, so that the tokens between turns, which decide how an answer begins, are seen
+where a served model sees them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import torch
 
 from paceline.errors import ConfigError, InvalidRequestError
 
-__all__ = ["CHAT", "FILE_LENGTH", "LENGTH", "TOKENS", "Reader", "calibration_windows", "own_text"]
+__all__ = ["CHAT", "LENGTH", "WINDOWS", "Reader", "calibration_windows", "own_text"]
 
 # the choice that stands for the package's own text
 CHAT: Final = "chat"
-# tokens that see each other, in the package's text and in a file, and how many are taken of either
-LENGTH: Final = 128
-FILE_LENGTH: Final = 512
-TOKENS: Final = 16_384
+# tokens that see each other, and how many such pieces of the text are taken
+LENGTH: Final = 512
+WINDOWS: Final = 24
 _FOLDER: Final = Path(__file__).with_name("calibration")
 
 
@@ -38,25 +37,22 @@ class Reader(Protocol):
 
 
 def calibration_windows(tokenizer: Reader, choice: str) -> torch.Tensor:
-    """Return TOKENS tokens of a text, in pieces that are spread evenly over it: [pieces, length].
-
-    Half of the pieces of the package's own text begin with a conversation, a quarter each is prose
-    and code.
+    """Return WINDOWS pieces of a text, spread evenly over it: token ids [WINDOWS, LENGTH].
 
     Args:
         choice: CHAT, or the path of a text file in UTF-8.
 
     Raises ConfigError for a file that cannot be read or has too few tokens.
     """
-    if choice != CHAT:
-        tokens = tokenizer.encode(_read(Path(choice)))
-        return torch.tensor(_spread(tokens, TOKENS // FILE_LENGTH, FILE_LENGTH))
-    count = TOKENS // LENGTH // 4
-    pieces = _begun(tokenizer, 2 * count)
-    for name in ("prose.txt", "code.txt"):
-        tokens = tokenizer.encode(_read(_FOLDER / name), add_special_tokens=False)
-        pieces += _spread(tokens, count, LENGTH)
-    return torch.tensor(pieces)
+    tokens = _chat_tokens(tokenizer) if choice == CHAT else tokenizer.encode(_read(Path(choice)))
+    needed = WINDOWS * LENGTH
+    if len(tokens) < needed:
+        raise ConfigError(
+            f"the calibration text has {len(tokens)} tokens, at least {needed} are needed: "
+            f"{WINDOWS} pieces of {LENGTH}"
+        )
+    between = (len(tokens) - LENGTH) // (WINDOWS - 1)
+    return torch.tensor([tokens[i * between : i * between + LENGTH] for i in range(WINDOWS)])
 
 
 def own_text() -> str:
@@ -64,29 +60,15 @@ def own_text() -> str:
     return "\n\n".join(_read(_FOLDER / name) for name in ("prose.txt", "code.txt", "chat.jsonl"))
 
 
-def _spread(tokens: Sequence[int], count: int, length: int) -> list[Sequence[int]]:
-    """Return pieces of a text. Raises ConfigError where it is too short for as many."""
-    if len(tokens) < count * length:
-        raise ConfigError(
-            f"the calibration text has {len(tokens)} tokens, at least {count * length} are needed: "
-            f"{count} pieces of {length}"
-        )
-    between = (len(tokens) - length) / (count - 1)
-    starts = [int(index * between) for index in range(count)]
-    return [tokens[start : start + length] for start in starts]
-
-
-def _begun(tokenizer: Reader, count: int) -> list[Sequence[int]]:
-    """Return pieces that begin with a conversation, the following ones behind it."""
-    chats = [tokenizer.encode(text, add_special_tokens=False) for text in _conversations(tokenizer)]
-    pieces: list[Sequence[int]] = []
-    for index in range(count):
-        first, piece = index * len(chats) // count, list[int]()
-        while len(piece) < LENGTH:
-            piece += chats[first % len(chats)]
-            first += 1
-        pieces.append(piece[:LENGTH])
-    return pieces
+def _chat_tokens(tokenizer: Reader) -> list[int]:
+    pieces = [list(_conversations(tokenizer)), *(_paragraphs(f) for f in ("prose.txt", "code.txt"))]
+    # all three kinds in every part of the text, so that evenly spread pieces have all
+    texts: list[str] = []
+    longest = max(len(part) for part in pieces)
+    for index in range(longest):
+        for part in pieces:
+            texts += part[index * len(part) // longest : (index + 1) * len(part) // longest]
+    return [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def _conversations(tokenizer: Reader) -> Iterator[str]:
@@ -97,6 +79,10 @@ def _conversations(tokenizer: Reader) -> Iterator[str]:
         except InvalidRequestError:
             # a base model has no template, and some templates refuse a system message
             yield "\n\n".join(message["content"] for message in messages) + "\n\n"
+
+
+def _paragraphs(name: str) -> list[str]:
+    return [f"{piece}\n\n" for piece in _read(_FOLDER / name).split("\n\n")]
 
 
 def _read(path: Path) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.quantize import text
-from paceline.quantize.text import CHAT, FILE_LENGTH, LENGTH, TOKENS, calibration_windows
+from paceline.quantize.text import CHAT, LENGTH, WINDOWS, calibration_windows
 
 
 class Characters:
@@ -30,46 +29,36 @@ class Characters:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
-def as_text(choice: str, tokenizer: Characters, length: int = LENGTH) -> list[str]:
+def as_text(choice: str, tokenizer: Characters) -> list[str]:
     windows = calibration_windows(tokenizer, choice)
-    assert windows.shape == (TOKENS // length, length)
+    assert windows.shape == (WINDOWS, LENGTH)
     return ["".join(map(chr, window)) for window in windows.tolist()]
 
 
 def test_pieces_are_spread_over_the_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "own.txt"
-    whole = "".join(f"{index:06} " for index in range(4 * TOKENS // 7))
-    path.write_text(whole)
-    pieces = as_text(str(path), Characters(), FILE_LENGTH)
-    starts = [whole.index(piece) for piece in pieces]
-    assert starts[0] == 0 and starts[-1] == len(whole) - FILE_LENGTH
+    text = "".join(f"{index:06} " for index in range(4 * WINDOWS * LENGTH // 7))
+    path.write_text(text)
+    pieces = as_text(str(path), Characters())
+    assert pieces[0] == text[:LENGTH]
+    starts = [text.index(piece) for piece in pieces]
     steps = {after - before for before, after in pairwise(starts)}
-    assert max(steps) - min(steps) <= 1
+    assert steps == {(len(text) - LENGTH) // (WINDOWS - 1)}
 
 
-def test_half_of_the_own_text_begins_with_conversations() -> None:
+def test_own_text_has_chat_prose_and_code_in_every_part() -> None:
     pieces = as_text(CHAT, Characters())
-    half = len(pieces) // 2
-    assert all(piece.startswith(("<user>", "<system>")) for piece in pieces[:half])
-    assert len(set(pieces)) == len(pieces)
-    prose, code = pieces[half : 3 * half // 2], pieces[3 * half // 2 :]
-    assert "def " in "".join(code) and "def " not in "".join(prose)
+    for third in (pieces[:8], pieces[8:16], pieces[16:]):
+        joined = "".join(third)
+        assert "<assistant>" in joined and "def " in joined
     # without a template the conversations are there too
-    assert "<user>" not in "".join(as_text(CHAT, Characters(template=False)))
-
-
-def test_short_conversations_are_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = [f"question {index}?" for index in range(40)]
-    monkeypatch.setattr(text, "_conversations", lambda tokenizer: iter(said))
-    assert as_text(CHAT, Characters())[0] == "".join(said)[:LENGTH]
-    # the last ones are followed by the first
-    assert "question 39?question 0?" in "".join(as_text(CHAT, Characters()))
+    assert "<assistant>" not in "".join(as_text(CHAT, Characters(template=False)))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"too short", rf"has 9 tokens, at least {TOKENS} are needed"),
+        (b"too short", rf"has 9 tokens, at least {WINDOWS * LENGTH} are needed"),
         (b"\xff\xfe", "cannot be read"),
         (None, r"cannot be read: .*No such file"),
     ],
