@@ -79,9 +79,6 @@ def prepare(
         ConfigError, CheckpointError: one on the command line cannot be served. One of --models-dir
             is broken then, with that reason.
     """
-    for flag, value in (("--kv-store", args.kv_store), ("--kv-port", args.kv_port)):
-        if value is not None:
-            raise ConfigError(f"{flag} {value} is for a server of one model, not of {len(models)}")
     memory = args.memory or int(_MEMORY_SHARE * available_memory())
     if memory <= _PROCESS_BYTES:
         raise ConfigError(
