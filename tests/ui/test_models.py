@@ -19,8 +19,9 @@ def test_models_are_shown_loaded_and_pinned(open_page: OpenPage) -> None:
         page.get_by_role("row", name="a unloaded").wait_for()
         page.get_by_role("button", name="Pin b").click()
         page.get_by_role("button", name="Unpin b").wait_for()
-        # the load waits until the pinned model is unloaded by hand
-        page.get_by_role("button", name="Load a").click()
+        # a pinned model makes room for no other, but may be unloaded by hand
         page.get_by_role("button", name="Unload b").click()
+        page.get_by_role("row", name="b unloaded").wait_for()
+        page.get_by_role("button", name="Load a").click()
         page.get_by_role("row", name="a ready").wait_for()
         page.close()
