@@ -57,7 +57,7 @@ _NULL_VOCAB: Final = 259
 
 
 class Made(NamedTuple):
-    """What came of a stream: ids, and when each event with some came."""
+    """Token ids of a stream, and when each event that had some arrived."""
 
     ids: list[int]
     times: list[float]

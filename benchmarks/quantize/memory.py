@@ -34,7 +34,7 @@ sys.exit(code)
 
 
 class Used(NamedTuple):
-    """What a command used."""
+    """Processor time and memory of a command."""
 
     cpu_seconds: float
     peak_mb: int

@@ -249,7 +249,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_abandoned(part: Path) -> bool:
-    """Whether its writer has ended. Raises FileNotFoundError where the part no longer exists."""
+    """Return whether its writer has ended.
+
+    Raises FileNotFoundError where the part no longer exists.
+    """
     age = time.time() - part.stat().st_mtime
     if age < _NEW_S:
         return False

@@ -46,7 +46,7 @@ class Measured(msgspec.Struct, frozen=True):
 
     @property
     def is_good(self) -> bool:
-        """Whether the small answer loses nothing."""
+        """Return whether the small answer loses nothing."""
         return self.small >= self.large
 
     def fault(self, mode: Mode, first: int) -> str:

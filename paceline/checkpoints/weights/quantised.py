@@ -382,7 +382,7 @@ def _check_scales(name: str, scales: SafetensorsEntry) -> None:
 
 
 def _are_halves(scales: SafetensorsEntry) -> bool:
-    """Whether halves, the type of scales in blocks, hold all scales exactly."""
+    """Return whether float16, the type of scales in blocks, holds all scales exactly."""
     if scales.dtype == "F16":
         return True
     values = values_of(scales)

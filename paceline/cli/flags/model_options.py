@@ -246,7 +246,7 @@ def _found_in(folder: Path) -> list[GivenModel]:
 
 
 def _may_be_model(path: Path) -> bool:
-    """Whether to look into a file or folder: of a model in several files the first counts."""
+    """Return whether a file or folder is one model: of several files the first counts."""
     if path.is_dir():
         return (path / "config.json").exists() or any(path.glob("*.gguf"))
     part = re.search(r"-(\d+)-of-\d+\.gguf$", path.name)

@@ -130,7 +130,7 @@ class FewBits:
     settings: EngineSettings
     # for the ready line; empty: nothing changed
     said: str = ""
-    # makes the file where there is none
+    # the process that makes the file if none is there
     making: Making = field(default_factory=Making)
 
 

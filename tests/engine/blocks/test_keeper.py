@@ -33,6 +33,15 @@ def fetched(engine: Engine) -> dict[tuple[str, str], int]:
     return engine.keeper.fetched
 
 
+def kept_prompt() -> MemoryStore:
+    """Return a store in which an engine that has ended left the blocks of ``prompt(0)``."""
+    store = MemoryStore(BLOCK)
+    first = Engine(store)
+    first.answer("a", prompt(0))
+    first.core.close()
+    return store
+
+
 def test_what_the_pool_evicts_is_read_back() -> None:
     store = MemoryStore(BLOCK)
     engine = Engine(store, num_blocks=12)
@@ -205,10 +214,7 @@ def test_disk_first_and_then_the_peer() -> None:
 
 
 def test_a_broken_block_on_disk_ends_the_run_there() -> None:
-    store = MemoryStore(BLOCK)
-    first = Engine(store)
-    first.answer("a", prompt(0))
-    first.core.close()
+    store = kept_prompt()
     store.broken.add(hash_prefix(prompt(0), 4)[2])
     second = Engine(store)
     second.answer("a", prompt(0))
@@ -216,10 +222,7 @@ def test_a_broken_block_on_disk_ends_the_run_there() -> None:
 
 
 def test_a_deadline_ends_the_wait_and_one_fetch_serves_all_who_share_it() -> None:
-    store = MemoryStore(BLOCK)
-    first = Engine(store)
-    first.answer("a", prompt(0))
-    first.core.close()
+    store = kept_prompt()
     executor = Inline(waits=True)
     second = Engine(store, executor=executor)
     assert second.add("a", prompt(0)) and second.add("b", [*prompt(0), 1, 2, 3, 4, 5])
@@ -238,10 +241,7 @@ def test_a_deadline_ends_the_wait_and_one_fetch_serves_all_who_share_it() -> Non
 
 
 def test_a_wait_is_worth_a_quarter_of_computing() -> None:
-    store = MemoryStore(BLOCK)
-    first = Engine(store)
-    first.answer("a", prompt(0))
-    first.core.close()
+    store = kept_prompt()
     second = Engine(store, executor=Inline(waits=True), computing=1.0)
     assert second.add("a", prompt(0))
     second.now = 7.9
@@ -345,10 +345,7 @@ def test_threads_that_read_hold_a_bounded_number_of_pieces() -> None:
 
 
 def test_blocks_that_were_not_filled_end_the_engine() -> None:
-    store = MemoryStore(BLOCK)
-    first = Engine(store)
-    first.answer("a", prompt(0))
-    first.core.close()
+    store = kept_prompt()
     second = Engine(store)
     failed = Future[None]()
     failed.set_exception(MemoryError("of the device"))
@@ -366,10 +363,7 @@ def test_an_engine_with_a_port_alone_holds_no_request_that_names_no_source() -> 
 
 
 def test_a_request_that_all_have_left_stops_its_fetch() -> None:
-    store = MemoryStore(BLOCK)
-    first = Engine(store)
-    first.answer("a", prompt(0))
-    first.core.close()
+    store = kept_prompt()
     executor = Inline(waits=True)
     second = Engine(store, executor=executor)
     assert second.add("a", prompt(0))
@@ -382,10 +376,7 @@ def test_a_request_that_all_have_left_stops_its_fetch() -> None:
 
 
 def test_no_more_is_fetched_than_the_pool_has_room_for() -> None:
-    store = MemoryStore(BLOCK)
-    first = Engine(store)
-    first.answer("a", prompt(0))
-    first.core.close()
+    store = kept_prompt()
     second = Engine(store, num_blocks=12)
     second.add("busy", prompt(1, 20), 8)
     second.step()
@@ -394,10 +385,7 @@ def test_no_more_is_fetched_than_the_pool_has_room_for() -> None:
 
 
 def test_what_computes_faster_is_not_fetched() -> None:
-    store = MemoryStore(BLOCK)
-    first = Engine(store)
-    first.answer("a", prompt(0))
-    first.core.close()
+    store = kept_prompt()
     assert not Engine(store, computing=1e-9).add("a", prompt(0))
     link = Link()
     assert link.is_worth(100, 1.0) and not link.is_worth(100, 0.02)
