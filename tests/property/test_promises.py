@@ -17,7 +17,7 @@ from paceline.errors import QueueFullError
 from tests.core.machine import Machine
 from tests.driving import make_request
 
-POLICIES = ("deadline", "fcfs", "fair", "phase-aligned", "priority")
+POLICIES = ("deadline", "fcfs", "fair", "phase-aligned", "priority", "static")
 SLOS = (
     *(Slo(slo_class="batch", best_effort=True, deadline=due) for due in (3.0, 8.0, 20.0)),
     Slo(ttft=1.0, tpot=0.03),

@@ -50,8 +50,8 @@ def compare(base: Core, scenario: tuple[str, int]) -> Played:
 
 
 def compare_all(base: Core, seeds: Sequence[int], names: Sequence[str] = ()) -> Iterator[Played]:
-    """All policies, or those named, with all seeds."""
-    for seed, policy in product(seeds, names or policies(Core())):
+    """All policies of the base, or those named, with all seeds."""
+    for seed, policy in product(seeds, names or policies(base)):
         yield compare(base, (policy, seed))
 
 
@@ -83,7 +83,7 @@ def main() -> int:
         except NoBaseError as error:
             print(error, file=sys.stderr)
             return 2
-        scenarios = [(p, s) for s in seeds for p in asked.policy or policies(Core())]
+        scenarios = [(p, s) for s in seeds for p in asked.policy or policies(base)]
         # a forked process finds the base where this one does
         with multiprocessing.get_context("fork").Pool(asked.processes) as pool:
             for played in pool.imap(partial(compare, base), scenarios, chunksize=7):

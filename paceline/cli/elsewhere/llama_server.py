@@ -8,7 +8,6 @@ from typing import Final
 
 from paceline.cli.elsewhere.rows import (
     FALSE,
-    NO_STATIC,
     Row,
     Taken,
     already,
@@ -25,6 +24,7 @@ KV_TYPES: Final = {
 }  # fmt: skip
 _AS_DISTRIBUTE: Final = "off"
 _NUMA: Final = {"distribute": _AS_DISTRIBUTE, "numactl": _AS_DISTRIBUTE, "isolate": "auto"}
+_STATIC: Final = Taken(("--scheduling-policy", "static"))
 _ONE_PLACE: Final = "no effect: the whole model and its KV cache are on one device (--device)"
 
 
@@ -106,9 +106,10 @@ LLAMA_SERVER: Final = (
     already("--mlock", "no effect: pages are not locked; turn swap off, or bound it by a cgroup"),
     same("--numa", "--numa", "`distribute` and `numactl` are `off`, `isolate` is `auto`",
          renamed=_NUMA),
-    boolean("--cont-batching", f"always the case; {NO_STATIC}"),
-    already("-cb", "always the case"),
-    refused("-nocb", NO_STATIC, "0"),
+    boolean("--cont-batching", "the default", _STATIC,
+            meaning="the default; `--no-cont-batching` is `--scheduling-policy static`"),
+    already("-cb", "the default"),
+    Row(("-nocb",), "`--scheduling-policy static`", lambda *_: _STATIC, "0"),
     already("--metrics --slots --props", "always the case", "?"),
     boolean("--webui", "always the case: /ui", Taken(("--no-ui",))),
     Row(("--embedding", "--embeddings"), "`--runner pooling --convert embed`",

@@ -14,7 +14,6 @@ from typing import Any, Final, Literal
 
 __all__ = [
     "FALSE",
-    "NO_STATIC",
     "Note",
     "Row",
     "Rows",
@@ -26,10 +25,6 @@ __all__ = [
     "sampling",
 ]
 
-# static batching, which tutorials begin with
-NO_STATIC: Final = (
-    "every policy batches continuously; docs/studies/batching.md compares it with static batches"
-)
 _TRUE: Final = ("true", "1", "on", "yes", "auto")
 FALSE: Final = ("false", "0", "off", "no")
 

@@ -8,7 +8,8 @@ import json
 import re
 from typing import Final
 
-from paceline.cli.elsewhere.rows import NO_STATIC, Row, Taken, already, boolean, refused, same
+from paceline.cli.elsewhere.rows import Row, Taken, already, boolean, refused, same
+from paceline.cli.flags.plugins import OTHER_NAMES
 
 __all__ = ["VLLM"]
 
@@ -69,9 +70,7 @@ def _quantization(name: str, value: str) -> Taken:
 
 
 def _policy(name: str, value: str) -> Taken:
-    if value == "static":
-        raise argparse.ArgumentTypeError(NO_STATIC)
-    return Taken((name, "fcfs" if value == "fifo" else value))
+    return Taken((name, OTHER_NAMES.get(value, value)))
 
 
 def _task(name: str, value: str) -> Taken:
@@ -114,11 +113,7 @@ VLLM: Final = (
         "have no effect, as the files say it",
         _quantization,
     ),
-    Row(
-        ("--scheduling-policy",),
-        f"the same, and `fifo` for `fcfs`; `static` is refused: {NO_STATIC}",
-        _policy,
-    ),
+    Row(("--scheduling-policy",), "the same, and `fifo` for `fcfs`", _policy),
     _count("--max-model-len"),
     _count("--max-num-batched-tokens"),
     _count("--max-num-seqs"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from paceline.core.policies import POLICIES
 from paceline.errors import ConfigError
@@ -10,9 +10,11 @@ from paceline.errors import ConfigError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["GROUP", "load_policy", "policy_names"]
+__all__ = ["GROUP", "OTHER_NAMES", "listed_policies", "load_policy", "policy_names"]
 
 GROUP = "paceline.policies"
+# names of tutorials
+OTHER_NAMES: Final = {"fifo": "fcfs"}
 
 
 def _found() -> dict[str, EntryPoint]:
@@ -25,6 +27,11 @@ def _found() -> dict[str, EntryPoint]:
 def policy_names() -> tuple[str, ...]:
     """Return the built-in policies, then those of other packages, without loading any."""
     return (*POLICIES, *(name for name in _found() if name not in POLICIES))
+
+
+def listed_policies(text: str | None) -> list[str | None]:
+    """Return the policies of a list with commas; None stands for the engine's own."""
+    return [OTHER_NAMES.get(name, name) for name in text.split(",")] if text else [None]
 
 
 def load_policy(name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, parts_of
-from paceline.cli.flags.plugins import load_policy
+from paceline.cli.flags.plugins import listed_policies, load_policy
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _run_fleet(args: argparse.Namespace) -> int:
     from paceline.sim.workload.shaping import SloMix, with_classes
     from paceline.sim.workload.spec import open_workload, parse_seconds
 
-    policies: list[str | None] = args.policy.split(",") if args.policy else [None]
+    policies = listed_policies(args.policy)
     for policy in policies:
         if policy is not None:
             load_policy(policy)

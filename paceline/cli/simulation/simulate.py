@@ -19,7 +19,7 @@ from paceline.cli.flags.arguments import (
     parts_of,
     size_with_unit,
 )
-from paceline.cli.flags.plugins import load_policy, policy_names
+from paceline.cli.flags.plugins import listed_policies, load_policy, policy_names
 from paceline.cli.flags.scheduling_options import (
     ADMISSION,
     SCHEDULING,
@@ -204,7 +204,7 @@ class _Result:
 
 
 def run(args: argparse.Namespace) -> int:
-    policies: list[str | None] = args.policy.split(",") if args.policy else [None]
+    policies = listed_policies(args.policy)
     speedups = parts_of(args.speedup, bounded_float(1e-6), "--speedup")
     points = [_Point(args, policy, speedup) for policy in policies for speedup in speedups]
     if args.timeline is not None and len(points) > 1:

@@ -11,11 +11,12 @@ from paceline.core.policies.fcfs import FcfsPolicy, PolicyContext, overrides
 from paceline.core.policies.phase_aligned import PhaseAlignedPolicy
 from paceline.core.policies.priority import PriorityPolicy
 from paceline.core.policies.sjf import SjfPolicy
+from paceline.core.policies.static import StaticPolicy
 from paceline.errors import ConfigError
 
 __all__ = [
     "POLICIES", "DeadlinePolicy", "FairPolicy", "FcfsPolicy", "PhaseAlignedPolicy", "PolicyContext",
-    "PriorityPolicy", "SjfPolicy", "make_policy", "overrides",
+    "PriorityPolicy", "SjfPolicy", "StaticPolicy", "make_policy", "overrides",
 ]  # fmt: skip
 
 _MEMBERS = sorted(name for name in vars(FcfsPolicy) if not name.startswith("_"))
@@ -27,6 +28,7 @@ POLICIES: dict[str, Callable[[PolicyContext], FcfsPolicy]] = {
     "deadline": DeadlinePolicy,
     "fair": FairPolicy,
     "phase-aligned": PhaseAlignedPolicy,
+    "static": StaticPolicy,
 }
 
 

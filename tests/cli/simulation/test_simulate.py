@@ -58,6 +58,14 @@ def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sjf: backends busy" in table
 
 
+def test_first_come_first_served_has_the_name_of_tutorials(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fifo, static = runs(capsys, *FIXED, "--policy", "fifo,static", "--max-num-seqs", "8")
+    assert (fifo["policy"], static["policy"]) == ("fcfs", "static")
+    assert static["ttft"]["mean"] > fifo["ttft"]["mean"]
+
+
 def test_policies_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*FIXED, "--policy", "fcfs,sjf")
     assert runs(capsys, *flags, "--jobs", "2") == runs(capsys, *flags)

@@ -47,6 +47,7 @@ def waited(driver: Driver, request_id: str) -> dict[str, float]:
         ("budget", {"max_num_batched_tokens": 9}),
         ("memory", {"num_blocks": 20}),
         ("policy", {"policy": "phase-aligned", "coalesce_window_s": 1000.0}),
+        ("policy", {"policy": "static"}),
     ],
 )
 def test_each_obstacle_has_its_name(reason: str, options: dict[str, Any]) -> None:
