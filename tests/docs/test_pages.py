@@ -78,6 +78,14 @@ def test_indexes_link_to_every_page_beside_them(folder: str) -> None:
     assert there <= set(links(index))
 
 
+def test_the_recipes_are_listed_and_short() -> None:
+    pages = sorted((DOCS / "use" / "recipes").glob("*.md"))
+    listed = [link for link in links(DOCS / "use" / "recipes.md") if link.startswith("recipes/")]
+    assert sorted(listed) == [f"recipes/{page.name}" for page in pages] and len(pages) == 10
+    for page in pages:
+        assert len(page.read_text().splitlines()) <= 36, page.name
+
+
 def test_the_first_page_links_to_every_page() -> None:
     """Decisions, studies and the lab log by way of their indexes."""
     indexes = {DOCS / folder / "README.md" for folder in ("adr", "lab-log", "studies")}
