@@ -14,7 +14,7 @@ import pytest
 
 from tests.security.keys import ADMIN, USER, bearer
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import OpenPage
+from tests.ui.conftest import OpenPage, say
 from tests.ui.test_accessibility import violations
 
 TABS = ("Playground", "Timeline", "Promises", "What if", "Server", "Operations")
@@ -91,6 +91,61 @@ def test_nothing_is_lost_in_a_narrow_page(
         shown(page, tab)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
         assert page.evaluate(_BEYOND, width) == [], tab
+
+
+# words of facts' names that stand on two lines
+_NAMES = "main > div:not([hidden]) .card tbody th[scope=row]"
+_BROKEN = """(names) => { const broken = [], range = document.createRange();
+  for (const name of document.querySelectorAll(names)) {
+    const walker = document.createTreeWalker(name, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) for (const word of walker.currentNode.data.matchAll(/\\S+/g)) {
+      range.setStart(walker.currentNode, word.index);
+      range.setEnd(walker.currentNode, word.index + word[0].length);
+      if (range.getClientRects().length > 1) broken.push(word[0]);
+    } }
+  return broken; }"""
+
+
+@pytest.mark.parametrize("width", [1440, 1024, 360])
+def test_names_of_facts_keep_their_words_whole(
+    whole: LiveServer, open_page: OpenPage, width: int
+) -> None:
+    page = open_page(f"{whole.url}/ui/", viewport={"width": width, "height": 900})
+    for tab in ("Server", "Operations"):
+        shown(page, tab)
+        assert page.locator(_NAMES).count() > 3, tab
+        assert page.evaluate(_BROKEN, _NAMES) == [], tab
+    # and the test would see one
+    narrow = "display: block; min-width: 0; width: 28px; overflow-wrap: anywhere"
+    page.locator(_NAMES).first.evaluate("(name, style) => { name.style.cssText = style; }", narrow)
+    assert page.evaluate(_BROKEN, _NAMES) != []
+
+
+# what moved without a reader's doing, as the browser counts it; web.dev calls up to 0.1 good
+_SHIFTS = """globalThis.shifts = 0; new PerformanceObserver((list) => {
+  for (const each of list.getEntries()) if (!each.hadRecentInput) shifts += each.value;
+}).observe({ type: "layout-shift", buffered: true })"""
+
+
+def test_little_moves_while_pages_open_and_an_answer_grows(
+    whole: LiveServer, open_page: OpenPage
+) -> None:
+    page = open_page(f"{whole.url}/ui/", viewport={"width": 1280, "height": 800})
+    for tab in TABS:
+        page.goto(f"{whole.url}/ui/")
+        page.evaluate(_SHIFTS)
+        shown(page, tab)
+        # some have more to show once they were asked a second time
+        page.wait_for_timeout(700)
+        assert page.evaluate("shifts") <= 0.1, tab
+    page.goto(f"{whole.url}/ui/")
+    page.evaluate(_SHIFTS)
+    say(page, "hello", Max_tokens="60")
+    page.locator(".story").wait_for()
+    assert page.evaluate("shifts") <= 0.1
+    # and the test would see it
+    page.evaluate("document.querySelector('main').style.paddingTop = '300px'")
+    eventually(lambda: page.evaluate("shifts") > 0.1)
 
 
 def test_every_page_by_keyboard(whole: LiveServer, open_page: OpenPage) -> None:

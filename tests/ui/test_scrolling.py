@@ -35,6 +35,34 @@ def test_the_end_of_an_answer_stays_in_sight(
     eventually(lambda: page.evaluate(_COVERED) <= 0 and page.evaluate("scrollY") > 0)
 
 
+@pytest.mark.parametrize(("width", "header"), [(1200, True), (390, False)])
+def test_the_question_stays_in_sight_while_its_answer_grows(
+    server: LiveServer, open_page: OpenPage, width: int, header: bool
+) -> None:
+    """And the header, where the page is wide enough for both."""
+    page = open_page(f"{server.url}/ui/", viewport={"width": width, "height": 500})
+    page.get_by_role("button", name="Completion").click()
+    page.get_by_label("Max tokens").fill("3000")
+    field = page.get_by_label("Text to go on from")
+    field.fill("What is asked\n" + "x\n" * 40)
+    field.press("Enter")
+    asked = page.locator(".asked > div")
+    asked.get_by_text("What is asked").wait_for()
+    box, top = asked.bounding_box(), page.locator("header").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    # right below the header, or at the edge of the page
+    assert top["y"] == 0 if header else top["y"] + top["height"] <= 0
+    assert box["y"] == pytest.approx(top["height"] if header else 0.0, abs=1.0)
+    # a reader who goes back to it sees it once
+    page.evaluate("scrollTo(0, 0)")
+    asked.wait_for(state="hidden")
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    asked.wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("stopped by you").wait_for()
+    assert asked.count() == 0
+
+
 def test_each_page_is_scrolled_by_itself(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/", viewport={"width": 390, "height": 500})
     # long from the first look on

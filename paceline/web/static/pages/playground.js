@@ -413,6 +413,16 @@ function outOfSight(said) {
   return field ? Math.max(said.getBoundingClientRect().bottom - field.top, field.bottom - innerHeight) : 0;
 }
 
+/** @type {{ value: number | null }} pixels from the top at which the question is shown that an answer under way moved out of sight */
+const askedAt = signal(null);
+
+/** Shows the question of an answer under way below the header, or no more. @param {HTMLElement} said */
+function keepQuestion(said) {
+  const asked = running.value && said.querySelector(":scope > .user:nth-last-child(2)");
+  const top = Math.max(0, document.querySelector("header")?.getBoundingClientRect().bottom ?? 0);
+  askedAt.value = asked && asked.getBoundingClientRect().bottom < top + 8 ? top : null;
+}
+
 /** What was said, the end of it in sight. */
 function Turns() {
   /** @type {{ current: HTMLElement | null }} */
@@ -422,11 +432,13 @@ function Turns() {
     const grown = new ResizeObserver(() => {
       const by = outOfSight(element);
       if (following && turns.value.length && by > 0) scrollBy(0, by + 8);
+      keepQuestion(element);
     });
     grown.observe(element);
     let before = scrollY;
     const scrolled = () => {
       if (!element.checkVisibility()) return;
+      keepQuestion(element);
       // up is away from the end, unless it is still in sight; what grows below moves nothing up
       if (scrollY < before - 2) following = false;
       if (outOfSight(element) < 48) following = true;
@@ -438,7 +450,9 @@ function Turns() {
       removeEventListener("scroll", scrolled);
     };
   }, []);
-  return h("div", { class: "turns" }, h("div", { ref: said },
+  return h("div", { class: "turns" },
+    askedAt.value !== null && running.value && h("div", { class: "asked", "aria-hidden": "true", style: { top: `${askedAt.value}px` } }, h("div", null, turns.value.at(-2)?.text)),
+    h("div", { ref: said },
     turns.value.length === 0 && h("p", { class: "empty" },
       "Nothing was said yet. Each answer comes with the time it took, why it waited, and, if you tick them, the probabilities of its tokens."),
     turns.value.map((turn, i) => h(Turn, { turn, key: i }))));
