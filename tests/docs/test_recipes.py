@@ -85,6 +85,8 @@ def test_the_variables_of_claude_code_reach_the_server(server: LiveServer) -> No
     assert done.stdout.split() == ["True", "2"], done.stderr
 
 
+# its environment is made the first time
+@pytest.mark.timeout(600)
 @pytest.mark.docs
 def test_langchain_streams_and_is_held_to_a_schema() -> None:
     """langchain.md, with the packages of `make test-clients` and the default model."""
@@ -99,6 +101,8 @@ def test_langchain_streams_and_is_held_to_a_schema() -> None:
     assert "is_capital=" in done.stdout, done.stdout
 
 
+# its environment is made the first time
+@pytest.mark.timeout(600)
 @pytest.mark.docs
 def test_manifests_are_what_kubernetes_takes() -> None:
     python = environment("kubernetes", ["kubernetes-validate==1.37.0"])
