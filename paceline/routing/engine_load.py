@@ -64,6 +64,8 @@ class Pressure:
     preemptions: float | None = None
     # a Paceline engine's pressure valve, 0 to 4
     level: float | None = None
+    # requests that it runs at once, at most
+    slots: float | None = None
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -76,7 +78,7 @@ class EngineView(msgspec.Struct, frozen=True):
     prefill_tokens: float
     # tokens of its prompt in the engine's cache
     cached_tokens: float
-    # seconds until the KV cache that this request lacks becomes free
+    # seconds until the KV cache or the slot that this request lacks becomes free
     wait: float
     # estimated share of the KV cache in use; None: unknown
     kv: float | None
@@ -152,8 +154,15 @@ class EngineLoad:
         self.num_first = 0
         self.predicted_first = 0.0
         self.actual_first = 0.0
-        # ``resident_tokens`` at the engine's last report
+        # ``resident_tokens`` and the number of running requests at the engine's last report
         self._known_resident = 0.0
+        self._known_running = 0
+
+    def expect_like(self, others: Sequence[EngineLoad]) -> None:
+        """Predict at first what ``others`` of its kind have learned: a new engine whose guess is
+        faster than they are would get all requests."""
+        self.latency.average([each.latency for each in others])
+        self._usual.average([each._usual for each in others])
 
     def dispatch(self, demand: Demand, view: EngineView, now: float) -> Dispatch:
         """Count a request that is sent there."""
@@ -169,6 +178,7 @@ class EngineLoad:
         before, self.pressure = self.pressure, pressure
         self.pressed = _is_pressed(pressure, before, self.pressed)
         self._known_resident = self.resident_tokens
+        self._known_running = len(self.running)
 
     def saw_first(self, view: EngineView, seconds: float) -> None:
         """Learn from a first token; ``view``: the engine as the request's choice saw it."""
@@ -191,6 +201,7 @@ class EngineLoad:
         if pressure is not None and pressure.waiting and age is not None and age < STALE_SECONDS:
             # requests already waiting there, for whatever reason, go before this one
             overcommit = max(overcommit, pressure.waiting / max(1.0, pressure.running or 1.0))
+        overcommit = max(overcommit, self._missing_slots(pressure))
         prefill = max(0.0, self.prefill_tokens) + demand.prompt_tokens - cached
         count = len(self.running)
         tpot = self.latency.next_token(count + 1)
@@ -209,6 +220,20 @@ class EngineLoad:
             pressed=self.pressed and age is not None and age < STALE_SECONDS,
             share=share,
         )
+
+    def _missing_slots(self, pressure: Pressure | None) -> float:
+        """Return the ends of requests that come before this one's turn, as a share of the slots."""
+        if pressure is None or not pressure.slots:
+            return 0.0
+        # what was sent from here, and what other clients had there at the last report
+        reported = (pressure.running or 0.0) + (pressure.waiting or 0.0)
+        there = len(self.running) + max(0.0, reported - self._known_running)
+        return max(0.0, there + 1.0 - pressure.slots) / pressure.slots
+
+    def wait(self, demand: Demand, now: float) -> float:
+        """Return the predicted seconds by which the engine's load delays a first token."""
+        idle = self.latency.first_token(demand.prompt_tokens, 0.0, 0.0)
+        return max(0.0, self.view(demand, now).ttft - idle)
 
     def _memory(
         self, demand: Demand, cached: float, pressure: Pressure | None

@@ -16,6 +16,8 @@ __all__ = ["LatencyModel", "LinearModel"]
 
 # share of the error that a sample corrects
 _STEP: Final = 0.1
+# samples that the experience of others counts for at most: with as many, ``_STEP`` is in force
+_TAKEN: Final = 8
 # keeps samples with small features from dominating
 _FLOOR: Final = 0.1
 # bounds on a sample's error, in seconds and as a multiple of the prediction: a request that the
@@ -53,6 +55,15 @@ class LinearModel:
         total: float = sum(map(mul, self._w, x))
         return total
 
+    def average(self, others: Sequence[LinearModel]) -> None:
+        """Take over the mean of what other models have learned, if any has."""
+        known = [each for each in others if each.num_samples]
+        if known:
+            columns = zip(*(each._w for each in known), strict=True)
+            self._w = [sum(column) / len(known) for column in columns]
+            # a first answer, which may be slow, does not replace what others know
+            self.num_samples = min(_TAKEN, min(each.num_samples for each in known))
+
     def learn(self, x: Sequence[float], y: float) -> float:
         """Learn from a sample; return what was predicted for it."""
         predicted = self.predict(x)
@@ -81,6 +92,11 @@ class LatencyModel:
         self._next = LinearModel((0.03, 0.001), step)
         # ratios of actual to predicted time of the latest first tokens
         self._factors: deque[float] = deque(maxlen=_FACTORS)
+
+    def average(self, others: Sequence[LatencyModel]) -> None:
+        """Take over the mean of what other engines' models have learned."""
+        self._first.average([each._first for each in others])
+        self._next.average([each._next for each in others])
 
     @property
     def num_samples(self) -> int:

@@ -266,6 +266,17 @@ async def test_other_hands_stay_off_a_pool(tmp_path: Any) -> None:
                                  KeyRing(()))  # fmt: skip
 
 
+async def test_a_new_engine_of_a_pool_is_predicted_by_the_others() -> None:
+    async with pool_over(GOOD, GOOD) as ([one, two], gateway, client):
+        await told(client, said(one))
+        first = gateway.upstreams.by_name[f"c{one.port}"].load
+        for _ in range(100):
+            first.latency.saw_next(1.0, 0.08)
+        await told(client, said(one, two, version=2))
+        second = gateway.upstreams.by_name[f"c{two.port}"].load
+        assert second.latency.next_token(1.0) == pytest.approx(0.08, rel=0.05)
+
+
 def test_a_pool_without_a_word_is_reported_once() -> None:
     pools = Pools(GatewayConfig(pools=(PoolConfig(name="a"),)))
     assert not list(pools.unheard(1e6)), "nothing was ever said"

@@ -158,3 +158,53 @@ def test_prefixes_are_forgotten_from_the_longest() -> None:
     assert len(index) == 4 and index.matched([1, 2, 3, 4]) == 3 and index.matched([1, 2, 9]) == 3
     index.clear()
     assert index.matched([1]) == 0
+
+
+def test_an_engine_without_a_free_slot_is_left_out_between_its_reports() -> None:
+    loads = [EngineLoad("small"), EngineLoad("big")]
+    for load, slots in zip(loads, (4.0, 64.0), strict=True):
+        load.heard(Pressure(0.0, waiting=0.0, running=0.0, kv=0.0, slots=slots))
+    # the big one is slower, but not as slow as a wait
+    for _ in range(200):
+        loads[1].latency.saw_next(4.0, 0.05)
+    sent = []
+    for _ in range(10):
+        name = chosen(loads)
+        load = next(load for load in loads if load.name == name)
+        load.dispatch(DEMAND, load.view(DEMAND, 0.0), 0.0)
+        sent.append(name)
+    assert sent.count("small") == 4
+
+
+def test_slots_that_other_clients_hold_are_not_free() -> None:
+    load = EngineLoad("a")
+    for _ in range(2):
+        load.dispatch(DEMAND, load.view(DEMAND, 0.0), 0.0)
+    # two of ours, and five of others
+    load.heard(Pressure(0.0, waiting=0.0, running=7.0, kv=0.1, slots=8.0))
+    assert load.view(DEMAND, 0.0).wait == 0.0
+    load.dispatch(DEMAND, load.view(DEMAND, 0.0), 0.0)
+    full = load.view(DEMAND, 0.0)
+    # one of eight ends in an eighth of an answer's time
+    assert full.wait == pytest.approx(DEMAND.output_tokens * full.tpot / 8.0)
+
+
+def test_a_new_engine_is_expected_to_be_like_the_others_of_its_pool() -> None:
+    loads = [EngineLoad("a"), EngineLoad("b"), EngineLoad("new")]
+    for load in loads[:2]:
+        for _ in range(300):
+            load.latency.saw_first(100.0, 4.0, 0.0, 0.2)
+            load.latency.saw_next(5.0, 0.08)
+    guess = loads[2].view(DEMAND, 0.0)
+    # the guess would make it look faster than those that are known
+    assert guess.ttft + 32 * guess.tpot < 0.6 * loads[0].view(DEMAND, 0.0).tpot * 32
+    loads[2].expect_like(loads[:2])
+    new, old = loads[2].view(DEMAND, 0.0), loads[0].view(DEMAND, 0.0)
+    assert (new.ttft, new.tpot) == pytest.approx((old.ttft, old.tpot))
+    # and it is not spoiled by one slow answer
+    loads[2].latency.saw_next(5.0, 0.8)
+    assert loads[2].view(DEMAND, 0.0).tpot < 2.0 * old.tpot
+    # nothing is learned of engines that know nothing
+    other = EngineLoad("other")
+    other.expect_like([EngineLoad("c")])
+    assert other.view(DEMAND, 0.0).ttft == guess.ttft

@@ -78,7 +78,11 @@ _VLLM_CAPACITY: Final = ("vllm:cache_config_info", "block_size", "num_gpu_blocks
 
 KINDS: Final[Mapping[EngineKind, KindFacts]] = {
     "paceline": KindFacts(
-        signals={**_VLLM_SIGNALS, "level": ("paceline:memory_pressure_level",)},
+        signals={
+            **_VLLM_SIGNALS,
+            "level": ("paceline:memory_pressure_level",),
+            "slots": ("paceline:max_num_seqs",),
+        },
         capacity=_VLLM_CAPACITY,
         resumes=True,
         continues=True,

@@ -128,7 +128,9 @@ class UpstreamRegistry:
         return bool(changed)
 
     def _add_member(self, config: MemberConfig) -> None:
+        peers = [each.load for each in self.by_name.values() if each.pool_name == config.pool]
         upstream = self._make(config)
+        upstream.load.expect_like(peers)
         self._tasks[upstream] = asyncio.create_task(self._follow_member(upstream))
 
     def _make(self, config: EngineConfig) -> Upstream:

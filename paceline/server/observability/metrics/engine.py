@@ -259,6 +259,10 @@ class EngineMetrics:
             "Of the memory-pressure valve: 0 closed, 4 refusing.",
             "pressure_level",
         )
+        slots = registry.number(
+            gauge, "paceline:max_num_seqs", "Requests that run at once, at most."
+        )
+        slots.value = info.max_num_seqs
 
     def _one(self, kind: _Kind, name: str, text: str, read: _Read) -> None:
         """Add a family of one series, read from each snapshot."""
