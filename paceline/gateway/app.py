@@ -42,9 +42,10 @@ from paceline.gateway.routing.picker import Picker
 from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.settings.engine_types import is_vectors
-from paceline.gateway.settings.engines import parse_members
+from paceline.gateway.settings.engines import PoolMembers, parse_members
 from paceline.gateway.settings.prices import Used
 from paceline.gateway.upstreams.dialects import anthropic_type
+from paceline.gateway.upstreams.discovery import Discovery, resolve
 from paceline.gateway.upstreams.registry import UpstreamRegistry
 from paceline.http.body_writer import BODY_WRITER
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
@@ -91,6 +92,7 @@ class Gateway:
         self.now = now
         self.keys = keys
         self.upstreams = UpstreamRegistry(config, now, self._tick)
+        self._discovery = Discovery(self.upstreams.pools, self._tell_pool, now, resolve)
         self.routes = Routes(config, self.upstreams.by_name, self.upstreams.pools)
         self.slow_readers = SlowReaders()
         self.metrics = GatewayMetrics()
@@ -373,6 +375,7 @@ class Gateway:
         """Ask every engine once, then keep polling them. Raises ConfigError if a calibration was
         made with other models."""
         self.spending.start()
+        await self._discovery.start()
         await self.upstreams.start()
         self._cascades.check()
 
@@ -383,6 +386,7 @@ class Gateway:
 
     async def close(self) -> None:
         await self._cascades.close()
+        await self._discovery.close()
         await self.upstreams.close()
         await self.spending.close()
         if self._limiter is not None:
@@ -416,10 +420,17 @@ class Gateway:
         data = await incoming.read_json(_MAX_POOL_BYTES)
         if (pool := self.upstreams.pools.get(name)) is None:
             raise HttpError(404, f"pool {name[:80]!r} was removed while its controller spoke")
+        if pool.config.dns:
+            raise HttpError(409, f"pool {name}: its engines are the addresses of {pool.config.dns}")
         try:
             told = parse_members(data, pool.config)
         except ConfigError as error:
             raise HttpError(400, str(error)) from None
+        self._tell_pool(name, told)
+        return as_json(200, self._admin.pool(name))
+
+    def _tell_pool(self, name: str, told: PoolMembers) -> None:
+        """Apply what a pool has now. Raises HttpError, see ``UpstreamRegistry.set_pool``."""
         if self.upstreams.set_pool(name, told):
             self.routes.refresh()
             _log.info(
@@ -427,7 +438,6 @@ class Gateway:
                 name, told.epoch, told.version, len(told.engines), len(told.draining),
             )  # fmt: skip
             self.flow_control.pump()
-        return as_json(200, self._admin.pool(name))
 
     def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:
         upstream = self.upstreams.by_name.get(name)

@@ -59,10 +59,11 @@ class Engine:
     frozen: bool = False
     # closes each connection after an answer that does not say so
     closes: bool = False
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
 
 PACELINE_METRICS = (
@@ -128,7 +129,7 @@ async def scripted(*script: Step, **fields: Any) -> AsyncIterator[Engine]:
             open_writers.discard(writer)
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", engine.port)
+    server = await asyncio.start_server(serve, engine.host, engine.port)
     engine.port = server.sockets[0].getsockname()[1]
     try:
         yield engine

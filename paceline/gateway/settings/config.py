@@ -14,7 +14,8 @@
 
 A tier holds engines, each with the model's name there if it differs. Requests go to the first tier;
 they go to the next one if no engine of the tier can take them and ``fallback`` is true.
-``@NAME`` stands for all engines of a pool, which ``PUT /admin/pools/NAME`` names while it runs.
+``@NAME`` stands for all engines of a pool, which ``PUT /admin/pools/NAME`` names while it runs, or
+which are found by ``dns = "HOST:PORT"`` of its ``[[pools]]``.
 """
 
 from __future__ import annotations
@@ -265,6 +266,14 @@ def check_config(config: GatewayConfig) -> None:
             raise ConfigError(
                 f"pool {name}: the environment variable {pool.api_key_env} is not set"
             )
+        if pool.dns:
+            _ = pool.address
+        elif (pool.every, pool.kind) != (2.0, "paceline"):
+            raise ConfigError(
+                f"pool {name}: every and kind are of a pool with dns, and it has none"
+            )
+        if not 0.1 <= pool.every <= 3600.0:
+            raise ConfigError(f"pool {name}: every must be 0.1 to 3600 s, got {pool.every}")
     for kind, found in (
         ("engines", names), ("models", [m.name for m in config.models]),
         ("pools", [p.name for p in config.pools]),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
@@ -29,6 +30,7 @@ __all__ = [
     "Secret",
     "SecretBytes",
     "check_engine",
+    "members_at",
     "parse_members",
 ]
 
@@ -88,11 +90,25 @@ class MemberConfig(EngineConfig, frozen=True, kw_only=True):
 
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Engines that are named over HTTP while the gateway runs; a tier says ``@NAME``."""
+    """Engines that are named over HTTP, or found by a name, while the gateway runs; a tier says
+    ``@NAME``."""
 
     name: str
     # environment variable that holds the key of its engines
     api_key_env: str = ""
+    # HOST:PORT, of which each address is an engine; "": they are named over HTTP
+    dns: str = ""
+    # seconds between two lookups of ``dns``, and the kind of its engines
+    every: float = 2.0
+    kind: EngineKind = "paceline"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of ``dns``. Raises ConfigError."""
+        host, _, port = self.dns.rpartition(":")
+        if not (host and "/" not in host and port.isdigit() and 0 < int(port) < 1 << 16):
+            raise ConfigError(f"pool {self.name}: dns must be HOST:PORT, got {self.dns[:200]!r}")
+        return host, int(port)
 
 
 class _Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,6 +141,29 @@ class PoolMembers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
             for each in self.engines
         }  # fmt: skip
+
+
+def members_at(
+    addresses: Collection[str], port: int, pool: PoolConfig, known: tuple[int, int] | None
+) -> PoolMembers:
+    """Return a pool's engines, one at each address. Raises ConfigError if one is not allowed.
+
+    Args:
+        known: epoch and version before.
+    """
+    engines = tuple(
+        _Engine(
+            name=f"{address.replace(':', '-')}-{port}",
+            url=f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}",
+            kind=pool.kind,
+        )
+        for address in sorted(addresses)
+    )
+    epoch, version = known or (0, 0)
+    found = PoolMembers(epoch=epoch, version=version, engines=engines)
+    for engine in found.configs(pool).values():
+        check_engine(engine)
+    return found
 
 
 def parse_members(data: bytes, pool: PoolConfig) -> PoolMembers:

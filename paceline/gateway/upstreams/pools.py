@@ -94,6 +94,9 @@ class Pools(dict[str, PoolState]):
                 told.append(f"pool {name} added")
             elif self[name].config != pool:
                 state = self[name]
+                if pool.dns != state.config.dns:
+                    # whoever names its engines from now on begins anew
+                    state.known = None
                 state.config = pool
                 state.members = {
                     n: MemberConfig(
