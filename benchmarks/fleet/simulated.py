@@ -128,9 +128,11 @@ def autoscale(hours: float = 4.0, peak: float = 4.0, seed: int = 0) -> dict[str,
     }
 
 
-def thousand(replicas: int = 1000, requests: int = 20_000, seed: int = 0) -> dict[str, Any]:
-    """Return the seconds that a simulation of an update takes, and its requests; each has 20
-    steps."""
+def thousand(
+    replicas: int = 1000, requests: int = 20_000, kills: int = 50, seed: int = 0
+) -> dict[str, Any]:
+    """Return the seconds that a simulation of an update takes, and its requests; each has 20 steps.
+    ``kills`` replicas are killed meanwhile, each time the one that has most requests."""
     draw = random.Random(seed)
     rate = 20.0 * replicas / 100.0
     arrivals, at = [], 0.0
@@ -144,7 +146,9 @@ def thousand(replicas: int = 1000, requests: int = 20_000, seed: int = 0) -> dic
     served: list[Served] = []
     began, used = time.perf_counter(), time.process_time()
     pool = Pool(_specs(replicas + old.surge, 200), router)
-    Simulator(pool, served.append).run(iter(arrivals))
+    times = [at * (kill + 1) / (kills + 1) for kill in range(kills)]
+    simulator = Simulator(pool, served.append, kills=times)
+    simulator.run(iter(arrivals))
     took, used = time.perf_counter() - began, time.process_time() - used
     versions = [each.version for each in router.controller.replicas.values()]
     return {
@@ -152,5 +156,9 @@ def thousand(replicas: int = 1000, requests: int = 20_000, seed: int = 0) -> dic
         "processor_seconds": round(used, 1),
         "requests": len(served),
         "refused": sum(each.refused for each in served),
+        "kills": kills,
+        "resumed": simulator.num_resumed,
+        "lost": sum(each.output_tokens < 20 for each in served),
+        "doubled": sum(each.output_tokens > 20 for each in served),
         "updated": versions.count("v2"),
     }

@@ -15,10 +15,11 @@ never ends a replica of another one: that is the roll-back.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
+
+from paceline.fleet.scaling import Scale, Scaling
 
 __all__ = ["Command", "Controller", "Members", "Replica", "Scale", "Seen", "Spec", "State"]
 
@@ -32,25 +33,8 @@ _SETTLE_SECONDS: Final = 0.5
 _KILL_SECONDS: Final = 10.0
 # longest wait after failed starts, s
 _MAX_BACKOFF: Final = 60.0
-# load of a replica that leaves room for what comes while another one starts; and the most that one
-# counts for
-_TARGET_LOAD: Final = 0.7
-_MOST_LOAD: Final = 2.0
-# a pool shrinks to what the last seconds needed at most, one replica at a time
-_SHRINK_WINDOW: Final = 300.0
-_SHRINK_SECONDS: Final = 30.0
 # a replica that ends within this many seconds of being ready has failed to start
 _SETTLED: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Bounds of a pool that grows and shrinks with its load, and the predicted seconds to a first
-    token at which a replica counts as full."""
-
-    min: int
-    max: int
-    first_token: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +72,12 @@ class Seen:
     requests: int | None = None
     # why it is not up, for people
     trouble: str = ""
-    # predicted seconds to the first token of a further request, the worst of all gateways; None:
-    # not known
-    first_token: float | None = None
-    # share of its KV cache in use; None: not known
+    # predicted seconds by which the first token of a further request is later than at an idle
+    # replica, the worst of all gateways; None: not known
+    wait: float | None = None
+    # share of its KV cache in use, and requests that it runs at once at most; None: not known
     kv: float | None = None
+    slots: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,44 +116,6 @@ class Members:
     engines: Mapping[str, str] = field(default_factory=dict)
     draining: tuple[str, ...] = ()
     move: tuple[str, ...] = ()
-
-
-class Scaling:
-    """Number of replicas for a load: more at once, fewer slowly."""
-
-    def __init__(self) -> None:
-        # (time, replicas needed), decreasing in need: the first is the most of the window
-        self._needs: deque[tuple[float, int]] = deque()
-        # when the number last changed
-        self._changed_at: float | None = None
-
-    def wanted(self, now: float, scale: Scale, serving: Sequence[Seen], before: int) -> int:
-        """Return the replicas that the pool shall have; ``before``: had so far."""
-        before = min(scale.max, max(scale.min, before))
-        if not serving:
-            return before
-        need = math.ceil(sum(_load(each, scale) for each in serving) / _TARGET_LOAD - 1e-9)
-        need = min(scale.max, max(scale.min, need))
-        while self._needs and self._needs[-1][1] <= need:
-            self._needs.pop()
-        self._needs.append((now, need))
-        while now - self._needs[0][0] > _SHRINK_WINDOW:
-            self._needs.popleft()
-        if self._changed_at is None:
-            # nothing is known of the time before: a window passes first
-            self._changed_at = now + _SHRINK_WINDOW - _SHRINK_SECONDS
-        if need > before:
-            self._changed_at = now
-            return need
-        if self._needs[0][1] < before and now - self._changed_at >= _SHRINK_SECONDS:
-            self._changed_at = now
-            return before - 1
-        return before
-
-
-def _load(seen: Seen, scale: Scale) -> float:
-    """Return how full a replica is: its memory, or the wait for a first token."""
-    return min(_MOST_LOAD, max(seen.kv or 0.0, (seen.first_token or 0.0) / scale.first_token))
 
 
 class Controller:

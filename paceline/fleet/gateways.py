@@ -34,8 +34,9 @@ class _Engine(msgspec.Struct):
     up: bool = False
     requests: int = 0
     trouble: str = ""
-    first_token: float | None = None
+    wait: float | None = None
     kv: float | None = None
+    slots: float | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -115,10 +116,9 @@ class Gateways:
             up=all(each.up for each in engines),
             requests=requests if are_new else None,
             trouble=seen.trouble or trouble,
-            first_token=max(
-                (e.first_token for e in engines if e.first_token is not None), default=None
-            ),
+            wait=max((e.wait for e in engines if e.wait is not None), default=None),
             kv=max((e.kv for e in engines if e.kv is not None), default=None),
+            slots=min((e.slots for e in engines if e.slots is not None), default=None),
         )
 
     def troubles(self) -> Mapping[str, str]:

@@ -56,7 +56,7 @@ class ScaleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     min: int
     max: int
-    # predicted seconds to a first token at which a replica counts as full
+    # predicted seconds of waiting for a first token at which a replica counts as full
     first_token: float = 1.0
 
 

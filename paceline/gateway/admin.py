@@ -104,8 +104,9 @@ class AdminRoutes:
                     "requests": len(upstream.running),
                     "trouble": _trouble(upstream, now),
                     # predicted for a further, short request
-                    "first_token": round(upstream.load.view(_SHORT, now).ttft, 3),
+                    "wait": round(upstream.load.wait(_SHORT, now), 3),
                     "kv": upstream.load.pressure.kv if upstream.load.pressure else None,
+                    "slots": upstream.load.pressure.slots if upstream.load.pressure else None,
                 }
                 for upstream in gateway.upstreams.all_of(name)
             },

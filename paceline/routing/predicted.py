@@ -78,6 +78,11 @@ class PredictedRouter:
         self._waiting[index].discard(number)
         ticket.first_token(at)
 
+    def killed(self, index: int) -> None:
+        """Note that an engine has lost everything; one that comes back at once stays a choice."""
+        self.loads[index].pressure = None
+        self.loads[index].prefixes.clear()
+
     def ended(self, number: int, at: float, num_tokens: int) -> None:
         index, ticket = self._sent.pop(number)
         self._waiting[index].discard(number)

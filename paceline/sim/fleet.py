@@ -2,8 +2,8 @@
 of a pool's replicas take requests.
 
 Of the pool's replicas those that the controller has started, and that have had the time to start,
-take requests; a drained one finishes what it has. Its requests do not move, and replicas do not
-fail: the simulator has neither.
+take requests; a drained one finishes what it has. The simulator may kill one (``kills``), whose
+requests go on at others.
 """
 
 from __future__ import annotations
@@ -87,6 +87,15 @@ class FleetRouter(PredictedRouter):
         chosen = choose(views, demand, self._pick_draw)
         return self.dispatch(number, places[chosen], views[chosen], demand, now)
 
+    def killed(self, index: int) -> None:
+        """Take a replica for gone at once, as a closed connection says so; the controller replaces
+        it."""
+        name = next(name for name, (place, _) in self._places.items() if place == index)
+        del self._places[name]
+        self._ended_names.append(name)
+        self._free.insert(0, index)
+        self._open = [place for place in self._open if place != index]
+
     def _poll(self, place: int, now: float, look: Callable[[int], Pressure]) -> None:
         load = self.loads[place]
         if load.pressure is None or now - load.pressure.at >= self._staleness:
@@ -108,8 +117,9 @@ class FleetRouter(PredictedRouter):
                 alive=True,
                 up=is_up,
                 requests=len(load.running),
-                first_token=load.view(_SHORT, now).ttft if controller.spec.scale else None,
+                wait=load.wait(_SHORT, now) if controller.spec.scale else None,
                 kv=None if pressure is None else pressure.kv,
+                slots=None if pressure is None else pressure.slots,
             )
         seen |= dict.fromkeys(self._ended_names, Seen(alive=False))
         self._ended_names.clear()
@@ -117,7 +127,8 @@ class FleetRouter(PredictedRouter):
         for command in controller.step(now, seen):
             if command.kind == "start":
                 place = self._free.pop()
-                self.loads[place] = EngineLoad(str(place))
+                load = self.loads[place] = EngineLoad(str(place))
+                load.expect_like([self.loads[other] for other in self._open])
                 self._places[command.name] = place, now + self._start_seconds
             else:
                 # what it still runs ends there, as at a server that drains

@@ -105,12 +105,7 @@ class Replica:
     ) -> None:
         self.index = index
         self.config = config
-        drafter = drafter_maker(config.acceptance, _truth) if config.acceptance else None
-        speculation = partial(Drafts, make=drafter)
-        self._kv = KVCacheManager(config.cache)
-        self.scheduler = Scheduler(
-            config.scheduling, config.cache, speculation=speculation, kv=self._kv
-        )
+        self._new_scheduler()
         self._times = step_times
         self._prompts = prompts
         self._on_end = on_end
@@ -136,6 +131,15 @@ class Replica:
         self.most_waiting = 0
         # when ``run`` is due; None: only a message wakes it
         self.due: float | None = None
+
+    def _new_scheduler(self) -> None:
+        config = self.config
+        drafter = drafter_maker(config.acceptance, _truth) if config.acceptance else None
+        speculation = partial(Drafts, make=drafter)
+        self._kv = KVCacheManager(config.cache)
+        self.scheduler = Scheduler(
+            config.scheduling, config.cache, speculation=speculation, kv=self._kv
+        )
 
     # ------------------------------------------------------------------ for routers
 
@@ -194,6 +198,16 @@ class Replica:
         if self._held and self._adapters is not None and not steps:
             wake = self._adapters.next_at
             self.due = wake if self.due is None else min(self.due, wake)
+
+    def crash(self, now: float) -> list[Job]:
+        """Lose everything, as a process that is killed at ``now`` does; return the jobs that were
+        here. What it was asked since comes to an empty engine."""
+        jobs = [*self._jobs.values(), *self._held.values(), *self._inbox]
+        for each in (self._jobs, self._held, self._uses, self._inbox, self._steps):
+            each.clear()
+        self._adapters, self._backend_free, self.due = None, now, None
+        self._new_scheduler()
+        return jobs
 
     # ------------------------------------------------------------------ inside
 

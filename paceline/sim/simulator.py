@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -209,6 +210,8 @@ class Simulator:
         recorder: makes the equivalent of a live engine's recorder from a replica's number and
             configuration.
         again: returns the client's next request after one that ended.
+        kills: times, in order, at which the replica with most requests is killed. These go on at
+            others behind the tokens that they have; it is empty then, and its router is told.
     """
 
     def __init__(
@@ -220,6 +223,7 @@ class Simulator:
         on_plan: PlanObserver | None = None,
         recorder: Callable[[int, ReplicaConfig], Recorder] | None = None,
         again: Again | None = None,
+        kills: Iterable[float] = (),
     ) -> None:
         if isinstance(pools, Pool):
             pools = {"": pools}
@@ -228,17 +232,22 @@ class Simulator:
         self._on_plan = on_plan
         self._recorder = recorder
         self._again = again
+        self._kills = deque(kills)
         self._replicas: list[Replica] = []
         self._group_of: list[_Group] = []
         self._model_of: list[_Model] = []
         self._models = {name: self._build(pool) for name, pool in pools.items()}
+        if self._kills and any(model.back for model in self._models.values()):
+            raise ConfigError("replicas of a disaggregated pool are not killed")
         # (time, number, replica or the job's transfer to its next replica)
         self._events: list[tuple[float, int, Replica]] = []
         self._num_events = 0
         self._arrivals = _Arrivals(())
         self._num_refused = 0
         self._num_preemptions = 0
-        # records of the first half of a disaggregated pool, by job number
+        # requests that went on after their replica was killed
+        self.num_resumed = 0
+        # records of what requests had at replicas before, by job number
         self._handed: dict[int, Served] = {}
 
     def run(self, workload: Iterable[Arrival], *, until: float = math.inf) -> Totals:
@@ -251,7 +260,14 @@ class Simulator:
         events = self._events
         now = 0.0
         arrivals = self._arrivals = _Arrivals(workload)
+        kills = self._kills
+        kill_at = kills[0] if kills else math.inf
         while (at := arrivals.next_at) < math.inf or events:
+            if kill_at <= at and (not events or kill_at <= events[0][0]) and kill_at < until:
+                now = max(now, kills.popleft())
+                kill_at = kills[0] if kills else math.inf
+                self._kill(now)
+                continue
             if not events or at <= events[0][0]:
                 if at >= until:
                     break
@@ -272,6 +288,7 @@ class Simulator:
                 (due := replica.due) is not None
                 and due < arrivals.next_at
                 and due < until
+                and due < kill_at
                 and (not events or due < events[0][0])
             ):
                 now = due
@@ -375,6 +392,50 @@ class Simulator:
 
         return router.send(job.number, demand, now, len(group.replicas), look)
 
+    def _kill(self, now: float) -> None:
+        replica = max(self._replicas, key=lambda each: each.num_unfinished)
+        group, model = self._group_of[replica.index], self._model_of[replica.index]
+        jobs = replica.crash(now)
+        if not jobs:
+            # none has any
+            return
+        for job in jobs:
+            group.outstanding[replica.index - group.first] -= job.weight
+            if group.jobs.pop(job.number, None) is not None:
+                assert isinstance(group.router, PredictedRouter), "it alone is told"
+                group.router.ended(job.number, now, 0)
+        if isinstance(group.router, PredictedRouter):
+            group.router.killed(replica.index - group.first)
+        for job in jobs:
+            record = self._handed[job.number] = self._joined(replica.served(job), job.number)
+            asked, done = record.arrival, record.output_tokens
+            # the prompt and what its caller has are computed again
+            rest = replace(
+                asked,
+                prompt_tokens=asked.prompt_tokens + done,
+                output_tokens=asked.output_tokens - done,
+            )
+            self.num_resumed += 1
+            self._submit(group, model, Job(rest, job.number, now, rest.output_tokens))
+
+    def _joined(self, record: Served, number: int) -> Served:
+        """Return a request's record with what it had at replicas before this one."""
+        before = self._handed.pop(number, None)
+        if before is None:
+            return record
+        scheduled, first = before.first_scheduled, before.first_token
+        return replace(
+            before,
+            replica=record.replica,
+            first_scheduled=record.first_scheduled if scheduled is None else scheduled,
+            first_token=record.first_token if first is None else first,
+            last_token=record.last_token,
+            output_tokens=before.output_tokens + record.output_tokens,
+            preemptions=before.preemptions + record.preemptions,
+            refused=record.refused,
+            reason=record.reason,
+        )
+
     def _ended(self, replica: Replica, job: Job, reason: str, now: float) -> None:
         group = self._group_of[replica.index]
         if group.jobs.pop(job.number, None) is not None:
@@ -389,18 +450,8 @@ class Simulator:
         record = replica.served(job, reason=reason)
         self._num_preemptions += record.preemptions
         arrival = job.arrival
-        before = self._handed.pop(job.number, None)
-        if before is not None:
-            # the second half: first token and cached tokens are from the first half
-            record = replace(
-                before,
-                replica=record.replica,
-                last_token=record.last_token,
-                output_tokens=before.output_tokens + record.output_tokens,
-                preemptions=before.preemptions + record.preemptions,
-                refused=record.refused,
-                reason=record.reason,
-            )
+        if job.number in self._handed:
+            record = self._joined(record, job.number)
         elif served and model.back is not None and arrival.output_tokens > 1:
             assert model.transfer is not None
             self._handed[job.number] = record
@@ -414,7 +465,7 @@ class Simulator:
             model.num_outputs += 1
             # running mean over about the last thousand outputs
             share = 1.0 / min(model.num_outputs, 1000)
-            model.mean_output += share * (arrival.output_tokens - model.mean_output)
+            model.mean_output += share * (record.arrival.output_tokens - model.mean_output)
         self._consume(record)
         if self._again is not None and (next_one := self._again(record, now)) is not None:
             self._arrivals.add(next_one)
@@ -432,4 +483,5 @@ def _pressure(replica: Replica, now: float) -> Pressure:
         capacity_tokens=float(stats.num_blocks * cache.block_size),
         preemptions=float(stats.num_preemptions),
         level=float(stats.pressure_level),
+        slots=float(replica.config.scheduler.max_num_seqs),
     )

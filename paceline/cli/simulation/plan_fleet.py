@@ -72,6 +72,11 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         metavar="P[,P]",
         help="price of one GPU of each --hardware, in order",
     )
+    parser.add_argument(
+        "--autoscale",
+        action="store_true",
+        help="also say the number at which a fleet's pool with bounds for its replicas settles",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the workload")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     parser.set_defaults(run=_run_fleet)
@@ -95,7 +100,7 @@ def given_shapes(args: argparse.Namespace) -> tuple[ModelShape, ...]:
 
 
 def _run_fleet(args: argparse.Namespace) -> int:
-    from paceline.sim.plan.fleet import best_fleet
+    from paceline.sim.plan.fleet import best_fleet, settled_size
     from paceline.sim.plan.search import Target
     from paceline.sim.report.table import text_table
     from paceline.sim.workload.base import Workload
@@ -135,6 +140,13 @@ def _run_fleet(args: argparse.Namespace) -> int:
         on_unfit=lambda option, why: unfit.append((option.name, why)),
     )
     done = 0 if any(answer.found.size is not None for answer in answers) else _NONE_WILL_DO
+    settled = {
+        answer.option.name: settled_size(
+            answer.option, int(answer.found.size), workload, prefix_block=workload.prefix_block
+        )
+        for answer in answers
+        if args.autoscale and answer.found.size is not None
+    }
     if args.json:
         found = [
             {
@@ -144,6 +156,7 @@ def _run_fleet(args: argparse.Namespace) -> int:
                 "price_per_hour": answer.price_per_hour,
                 "tried": answer.found.tried,
                 "reason": answer.reason,
+                "settles_at": settled.get(answer.option.name),
                 "run": answer.found.best.as_json(),
             }
             for answer in answers
@@ -171,6 +184,8 @@ def _run_fleet(args: argparse.Namespace) -> int:
     for answer in answers:
         if answer.reason:
             print(f"{answer.option.name}: no fleet suffices: {answer.reason}")
+    for name, size in settled.items():
+        print(f"{name}: a pool that grows and shrinks settles at {size} under this load")
     for name, why in unfit:
         print(f"{name}: left out: {why}")
     return done

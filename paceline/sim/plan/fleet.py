@@ -6,18 +6,21 @@ one that serves. This module does not know flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.errors import ConfigError
+from paceline.fleet.controller import Scale, Spec
 from paceline.routing import make_router
 from paceline.sim.arrival import Arrival
+from paceline.sim.fleet import FleetRouter
 from paceline.sim.plan.search import Found, Target, smallest_fleet
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.metrics import Metrics, Summary
@@ -26,7 +29,7 @@ from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
 from paceline.sim.step_times.spec import Source
 
-__all__ = ["FleetAnswer", "FleetOption", "best_fleet", "run_fleet"]
+__all__ = ["FleetAnswer", "FleetOption", "best_fleet", "run_fleet", "settled_size"]
 
 _BLOCK_SIZE = 16
 # memory refuses longer requests than any model takes anyway
@@ -36,6 +39,11 @@ _MAX_MODEL_LEN = 1 << 20
 _NUM_ALONE = 100
 _ALONE_GAP = 1e5
 _ALONE_NOISE = 0.05
+# seconds for which a pool that grows and shrinks is simulated, and its end, which counts
+_SETTLING = 900.0
+_SETTLED = 300.0
+# seconds until a replica has started
+_START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,40 @@ def run_fleet(
     each = option.price_per_hour
     price = None if each is None else each * option.gpus * replicas
     return metrics.summary(option.name, price_per_hour=price)
+
+
+def settled_size(
+    option: FleetOption, size: int, workload: Iterable[Arrival], *, prefix_block: int = 512
+) -> int:
+    """Return the replicas that a fleet's pool with ``replicas = {min, max}`` settles at, from
+    ``size`` on, if the workload comes again and again; ``first_token`` is its least TTFT target.
+
+    A quarter of an hour is simulated, of which the number that was wanted longest in the last
+    minutes counts.
+    """
+    arrivals = list(workload)
+    targets = [each.ttft for each in arrivals if each.ttft is not None]
+    most = 2 * size
+    scale = Scale(1, most, min(targets, default=1.0))
+    spec = Spec(size, version="plan", drain_seconds=_SETTLING, scale=scale)
+    router = FleetRouter(spec, start_seconds=_START_SECONDS)
+    pool = Pool(tuple(option.spec(seed) for seed in range(most + 1)), router)
+    simulator = Simulator(pool, lambda served: None, prefix_block=prefix_block)
+    simulator.run(_repeated(arrivals), until=_SETTLING)
+    wanted: defaultdict[int, float] = defaultdict(float)
+    since = _SETTLING - _SETTLED
+    for (at, number), (until, _) in pairwise([*router.sizes, (_SETTLING, 0)]):
+        wanted[number] += max(0.0, until - max(at, since))
+    return max(wanted, key=wanted.__getitem__)
+
+
+def _repeated(arrivals: Sequence[Arrival]) -> Iterator[Arrival]:
+    """Yield a workload again and again, at the same rate."""
+    last = arrivals[-1].at - arrivals[0].at
+    period = last * len(arrivals) / max(1, len(arrivals) - 1) or 1.0
+    for turn in count():
+        for each in arrivals:
+            yield replace(each, at=each.at - arrivals[0].at + turn * period)
 
 
 def best_fleet(

@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.sim.plan.fleet import FleetOption, best_fleet, run_fleet
+from paceline.fleet.scaling import replicas_for
+from paceline.sim.plan.fleet import FleetOption, best_fleet, run_fleet, settled_size
 from paceline.sim.plan.models import find_model
 from paceline.sim.plan.search import Target
 from paceline.sim.step_times.roofline import HardwareCard
@@ -40,6 +41,20 @@ def test_targets_that_no_fleet_meets_are_found_out_alone() -> None:
     assert (slow.option, slow.found.size, slow.found.tried) == (L4, None, ())
     assert slow.found.best.tpot is not None and slow.found.best.tpot.mean > 0.06
     assert fast.found.size is not None
+
+
+def test_a_pool_that_scales_settles_near_the_square_root_rule() -> None:
+    workload = open_workload("synthetic:rate=6,prompt=fixed(100),output=fixed(400),n=400")
+    option = replace(L4, router="predicted")
+    settled = settled_size(option, 3, workload)
+    # by Little's law, in an engine that has room for all
+    run = run_fleet(option, settled, workload)
+    assert run.e2e is not None
+    requests = run.request_rate * run.e2e.mean
+    slots = option.spec().config.scheduler.max_num_seqs
+    assert settled == pytest.approx(replicas_for(requests, slots), abs=1)
+    # a fleet that is too small is grown to the same
+    assert settled_size(option, 1, workload) >= min(2, settled)
 
 
 def test_the_cheapest_comes_first() -> None:
