@@ -12,7 +12,8 @@ Parts, each of which can be run alone (``PARTS=choice,moves``):
   three actors, idle;
 * ``autoscale``: a day of ``HOURS`` (4) in the simulator, which the controller of ``paceline fleet``
   drives; see ``simulated``;
-* ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests.
+* ``ray_serve``: a replica killed behind Ray Serve and behind our gateway; see ``ray_serve``;
+* ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests, 50 of them killed.
 
 QUICK=1 takes 64 moves and a small simulation. Prints its findings on standard error as it goes and,
 last, one JSON line, in which ``unmeasured`` names what was not measured, and why.
@@ -39,16 +40,17 @@ from benchmarks.fleet import blocks
 from benchmarks.fleet.choice import choice_ms
 from benchmarks.fleet.faults import FOUND
 from benchmarks.fleet.live import KEY, Fleet, Streams, running_fleet
+from benchmarks.fleet.ray_serve import compare
 from benchmarks.fleet.simulated import autoscale, thousand
 from paceline.bench.machine import machine
 
 __all__ = ["main"]
 
-PARTS: Final = ("choice", "moves", "roll", "restart", "peer", "faults", "autoscale", "sim")
+PARTS: Final = (
+    "choice", "moves", "roll", "restart", "peer", "faults", "autoscale", "sim", "ray_serve",
+)  # fmt: skip
 _NOT_HERE: Final = {
     "pd": "replicas have no roles yet",
-    "ray_serve": "Ray Serve as a peer is not measured yet",
-    "sim faults": "replicas of the simulator do not fail",
 }
 _STREAMS: Final = 32
 _HEADERS: Final = {"Authorization": f"Bearer {KEY}"}
@@ -150,6 +152,7 @@ def main() -> int:
         "faults": _faults,
         "autoscale": lambda: autoscale(hours),
         "sim": lambda: thousand(*size),
+        "ray_serve": compare,
     }
     unmeasured = Unmeasured()
     results: dict[str, Any] = {}

@@ -2,10 +2,12 @@
 
     python -m benchmarks.fleet.faults
 
-FAULTS (1) is how often each happens, STREAMS (32) how many streams there are at once. The counts go
-to ``build/fleet-faults.json``, which ``make bench NAME=fleet`` reads. Exit code 1 where a stream
-failed, lost a token or had one twice. With Ray in this environment its processes are killed too;
-without, that is said. The gap of a stream is the longest time between two of its parts, so other
+FAULTS (1) is how often each happens, STREAMS (32) how many streams there are at once, ONLY a part
+of the names of those that shall happen. The counts go to ``build/fleet-faults.json``, which
+``make bench NAME=fleet`` reads; with ONLY they replace the same faults' there. Exit code 1 where a
+stream failed, lost a token or had one twice. With Ray in this environment its processes are killed
+too, and where namespaces can be made, links go down and disks are full (``isolated``); otherwise
+that is said. The gap of a stream is the longest time between two of its parts, so other
 work on the processors adds to it.
 """
 
@@ -17,12 +19,15 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.common.processes import Unavailable
+from benchmarks.fleet import isolated
 from benchmarks.fleet.live import Fleet, Streams, running_fleet
 
 __all__ = ["FOUND", "RAY_FAULTS", "actors", "faults"]
@@ -34,6 +39,8 @@ _STEP: Final = 0.05
 _TOKENS: Final = 80
 # parts of all streams before a fault, and behind what it led to
 _PARTS: Final = 400
+# seconds until Ray knows that a process of its own is gone
+_NOTICED: Final = 5.0
 
 Fault = Callable[[Fleet], Awaitable[None]]
 
@@ -121,19 +128,48 @@ def ray_mb() -> float:
 
 
 @contextlib.contextmanager
-def ray_cluster() -> Iterator[str]:
-    """A head and two nodes on this host; yields its address."""
+def ray_cluster() -> Iterator[Any]:
+    """A head and two nodes on this host."""
     from ray.cluster_utils import Cluster
 
     memory = 80 << 20
-    head = {"num_cpus": 0, "object_store_memory": memory, "include_dashboard": False}
+    # a raylet that is gone is noticed within two seconds
+    checks = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    head = {
+        "num_cpus": 0, "object_store_memory": memory, "include_dashboard": False,
+        "_system_config": checks,
+    }  # fmt: skip
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(2):
-            cluster.add_node(num_cpus=2, object_store_memory=memory)
-        yield cluster.address
+            cluster.add_node(num_cpus=4, object_store_memory=memory)
+        yield cluster
     finally:
         cluster.shutdown()
+
+
+def _raylet_killed(cluster: Any) -> Fault:
+    async def fault(fleet: Fleet) -> None:
+        names = {each.name for each in fleet.records()}
+        node = cluster.worker_nodes.pop()
+        node.kill_raylet()
+        await asyncio.sleep(_NOTICED)
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+        cluster.add_node(num_cpus=4, object_store_memory=80 << 20)
+        # its replicas are processes of their own, and gateways see them: none is replaced
+        assert {each.name for each in fleet.records()} == names
+
+    return fault
+
+
+def _gcs_killed(cluster: Any) -> Fault:
+    async def fault(fleet: Fleet) -> None:
+        cluster.head_node.kill_gcs_server()
+        await asyncio.sleep(_NOTICED)
+        # nothing is placed without a head: the others have its streams
+        _end(fleet, engine=False, how=signal.SIGKILL)
+
+    return fault
 
 
 async def _under_streams(fleet: Fleet, fault: Fault, streams: int) -> Streams:
@@ -148,6 +184,8 @@ def faults(times: int, streams: int, chosen: dict[str, Fault], fleet_lines: str 
     """Return each fault's counts; every one happens ``times`` to a fleet of three."""
     rows: dict[str, Any] = {}
     serve = ("--backend", "null", "--null-step-time", str(_STEP))
+    if not chosen:
+        return rows
     with (
         tempfile.TemporaryDirectory() as folder,
         running_fleet(
@@ -172,6 +210,33 @@ def faults(times: int, streams: int, chosen: dict[str, Fault], fleet_lines: str 
     return rows
 
 
+def _of_ray(
+    times: int, streams: int, only: str, idle_mb: float | None
+) -> tuple[dict[str, Any], float | None]:
+    """Return the counts of Ray's faults, and the memory of its processes."""
+    chosen = {n: f for n, f in RAY_FAULTS.items() if only in n}
+    rows: dict[str, Any] = {}
+    if chosen or only in "raylet killed":
+        with ray_cluster() as cluster:
+            if only in "raylet killed":
+                chosen["raylet killed"] = _raylet_killed(cluster)
+            rows |= faults(times, streams, chosen, f'ray = "{cluster.address}"')
+            idle_mb = ray_mb()
+    if only in "GCS and replica killed":
+        # a head that was killed has forgotten its cluster: each time another one
+        runs = []
+        for _ in range(times):
+            with ray_cluster() as cluster:
+                lines = f'ray = "{cluster.address}"'
+                fault = {"GCS and replica killed": _gcs_killed(cluster)}
+                runs.append(faults(1, streams, fault, lines)["GCS and replica killed"])
+        rows["GCS and replica killed"] = {
+            **{key: sum(run[key] for run in runs) for key in ("runs", *_SUMS)},
+            "gap_p99_s": max(run["gap_p99_s"] for run in runs),
+        }
+    return rows, idle_mb
+
+
 _SUMS: Final = ("streams", "failed", "lost", "doubled")
 
 
@@ -179,19 +244,30 @@ def main() -> int:
     """Run all faults and write their counts; return 1 where a stream was hurt."""
     times, streams = int(os.environ.get("FAULTS", "1")), int(os.environ.get("STREAMS", "32"))
     only = os.environ.get("ONLY", "")
-    rows = faults(times, streams, {n: f for n, f in FAULTS.items() if only in n})
-    missing, idle_mb = {}, None
+    before: dict[str, Any] = {}
+    if only and FOUND.exists():
+        before = json.loads(FOUND.read_text())
+    rows, missing = before.get("rows", {}), before.get("unmeasured", {})
+    idle_mb = before.get("idle_mb")
+    rows |= faults(times, streams, {n: f for n, f in FAULTS.items() if only in n})
+    try:
+        done = subprocess.run(isolated.command(), stdout=subprocess.PIPE, text=True, check=True)
+        rows |= json.loads(done.stdout.splitlines()[-1])
+        missing.pop("links and disks", None)
+    except Unavailable as error:
+        missing["links and disks"] = str(error)
+        print(f"  links and disks: {error}", file=sys.stderr)
     if importlib.util.find_spec("ray") is None:
-        missing["ray"] = 'Ray is not in this environment: pip install "paceline[ray]"'
-        print(f"  faults of Ray: {missing['ray']}", file=sys.stderr)
+        if not any("Ray" in name for name in rows):
+            missing["ray"] = 'Ray is not in this environment: pip install "paceline[ray]"'
+            print(f"  faults of Ray: {missing['ray']}", file=sys.stderr)
     else:
-        with ray_cluster() as address:
-            chosen = {n: f for n, f in RAY_FAULTS.items() if only in n}
-            rows |= faults(times, streams, chosen, f'ray = "{address}"')
-            idle_mb = ray_mb()
+        missing.pop("ray", None)
+        found, idle_mb = _of_ray(times, streams, only, idle_mb)
+        rows |= found
     told: dict[str, Any] = {"runs": sum(row["runs"] for row in rows.values())}
     told |= {key: sum(row[key] for row in rows.values()) for key in _SUMS}
-    told["gap_p99_s"] = max((row["gap_p99_s"] for row in rows.values()), default=None)
+    told["gap_p99_s"] = max((row.get("gap_p99_s", 0.0) for row in rows.values()), default=None)
     FOUND.parent.mkdir(exist_ok=True)
     FOUND.write_text(json.dumps({**told, "rows": rows, "idle_mb": idle_mb, "unmeasured": missing}))
     print(json.dumps(told))

@@ -47,10 +47,20 @@ class Fleet:
     # further lines of [fleet], and of the pool
     fleet_lines: str = ""
     pool_lines: str = ""
+    pool: str = "chat"
+    # the gateway's pools, where it listens, and what its pools need beside their names
+    pools: tuple[str, ...] = ("chat",)
+    host: str = "127.0.0.1"
+    gateway_lines: str = ""
+    # words before the controller's command, such as those that run it in a network of its own, and
+    # the URL that it knows the gateway by
+    around: tuple[str, ...] = ()
+    gateway_url: str = ""
+    more_environ: dict[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def file(self) -> Path:
@@ -66,23 +76,28 @@ class Fleet:
         paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         return {
             **{n: v for n, v in os.environ.items() if n != "PACELINE_API_KEY"},
-            "FLEET_KEY": KEY, "PYTHONPATH": os.pathsep.join(paths),
+            "FLEET_KEY": KEY, "PYTHONPATH": os.pathsep.join(paths), **self.more_environ,
         }  # fmt: skip
 
     def write(self) -> None:
         self.file.write_text(
-            f'[fleet]\ngateways = ["{self.url}"]\nadmin_key_env = "FLEET_KEY"\n'
-            f'state_dir = "state"\n{self.fleet_lines}\n[[pools]]\nname = "chat"\n'
+            f'[fleet]\ngateways = ["{self.gateway_url or self.url}"]\n'
+            f'admin_key_env = "FLEET_KEY"\nstate_dir = "state"\n{self.fleet_lines}\n'
+            f'[[pools]]\nname = "{self.pool}"\n'
             f"replicas = {self.replicas}\nserve = {json.dumps(self.serve)}\n"
             f"drain_seconds = {self.drain_seconds}\n{self.pool_lines}\n"
         )
 
     def start_gateway(self) -> None:
         config = self.folder / "gateway.toml"
-        config.write_text('spend_storage = ""\n[[models]]\nname = "chat"\ntiers = [["@chat"]]\n')
-        self.gateway = self._start(
-            "gateway", "gateway", str(config), "--port", str(self.port), PACELINE_API_KEY=KEY
+        tier = json.dumps([f"@{name}" for name in self.pools])
+        config.write_text(
+            f'spend_storage = ""\n[[models]]\nname = "chat"\ntiers = [{tier}]\n{self.gateway_lines}'
         )
+        self.gateway = self._start(
+            "gateway", *COMMAND, "gateway", str(config), "--port", str(self.port),
+            "--host", self.host, PACELINE_API_KEY=KEY,
+        )  # fmt: skip
         assert self.gateway.stdout is not None
         line = self.gateway.stdout.readline()
         assert "ready" in line, (self.folder / "gateway.log").read_text()[-2000:]
@@ -90,12 +105,13 @@ class Fleet:
 
     def start_controller(self) -> None:
         self.write()
-        self.controller = self._start("controller", "fleet", "up", str(self.file))
+        words = (*self.around, *COMMAND, "fleet", "up", str(self.file))
+        self.controller = self._start("controller", *words)
 
     def _start(self, log: str, *words: str, **environ: str) -> subprocess.Popen[str]:
         with open(self.folder / f"{log}.log", "a") as errors:
             return subprocess.Popen(
-                [*COMMAND, *words], env=self.environ | environ, stdout=subprocess.PIPE,
+                words, env=self.environ | environ, stdout=subprocess.PIPE,
                 stderr=errors, text=True,
             )  # fmt: skip
 
@@ -134,7 +150,9 @@ class Fleet:
 
     def status(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads((self.state / STATUS).read_text())["pools"]["chat"]
+            found: dict[str, Any] = json.loads((self.state / STATUS).read_text())["pools"][
+                self.pool
+            ]
         except (OSError, KeyError, ValueError):
             return {"is_settled": False, "members": [], "version": ""}
         return found
