@@ -206,6 +206,7 @@ def _upstream(upstream: Upstream, now: float) -> Mapping[str, Any]:
     return {
         "url": upstream.config.url,
         "kind": upstream.kind,
+        "role": upstream.role,
         "state": state_of(upstream, now),
         "trouble": _trouble(upstream, now) or None,
         "breaker": upstream.breaker_state(now),

@@ -7,6 +7,7 @@ errors of ``core``, and knows neither clocks nor sockets.
 from paceline.routing.breaker import Breaker, BreakerSettings, BreakerState
 from paceline.routing.choice import choose
 from paceline.routing.engine_load import Demand, Dispatch, EngineLoad, EngineView, Pressure
+from paceline.routing.handing import HandOvers, Role
 from paceline.routing.hedging import HedgeBudget, hedge_delay, is_worth_it, saturation
 from paceline.routing.pace import TRICKLE, Pace, SlowStart, slow_ones
 from paceline.routing.predicted import PredictedRouter
@@ -31,6 +32,7 @@ __all__ = [
     "Dispatch",
     "EngineLoad",
     "EngineView",
+    "HandOvers",
     "HedgeBudget",
     "LeastOutstanding",
     "Pace",
@@ -38,6 +40,7 @@ __all__ = [
     "PrefixAffinity",
     "Pressure",
     "RetryBudget",
+    "Role",
     "RoundRobin",
     "Router",
     "SlowStart",

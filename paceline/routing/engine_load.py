@@ -97,11 +97,13 @@ class EngineView(msgspec.Struct, frozen=True):
 class Dispatch:
     """One request at one engine. ``end`` may be called more than once."""
 
-    __slots__ = ("_load", "_prefill", "_resident", "at", "first_at", "view")
+    __slots__ = ("_is_fetched", "_load", "_prefill", "_resident", "at", "first_at", "view")
 
-    def __init__(self, load: EngineLoad, demand: Demand, view: EngineView, now: float) -> None:
-        self._load = load
-        self._prefill = max(0.0, demand.prompt_tokens - view.cached_tokens)
+    def __init__(
+        self, load: EngineLoad, demand: Demand, view: EngineView, now: float, *, fetched: bool
+    ) -> None:
+        self._load, self._is_fetched = load, fetched
+        self._prefill = 0.0 if fetched else max(0.0, demand.prompt_tokens - view.cached_tokens)
         self._resident = demand.prompt_tokens + demand.output_tokens
         self.view = view
         self.at = now
@@ -114,7 +116,8 @@ class Dispatch:
             load = self._load
             load.prefill_tokens -= self._prefill
             self._prefill = 0.0
-            load.saw_first(self.view, now - self.at)
+            if not self._is_fetched:
+                load.saw_first(self.view, now - self.at)
 
     def end(self, now: float, num_tokens: int = 0) -> None:
         """Note the end, however it came; ``num_tokens`` were generated."""
@@ -164,9 +167,12 @@ class EngineLoad:
         self.latency.average([each.latency for each in others])
         self._usual.average([each._usual for each in others])
 
-    def dispatch(self, demand: Demand, view: EngineView, now: float) -> Dispatch:
-        """Count a request that is sent there."""
-        ticket = Dispatch(self, demand, view, now)
+    def dispatch(
+        self, demand: Demand, view: EngineView, now: float, *, fetched: bool = False
+    ) -> Dispatch:
+        """Count a request that is sent there; ``fetched``: its prompt is computed elsewhere, so its
+        first token says nothing of the time that this engine needs."""
+        ticket = Dispatch(self, demand, view, now, fetched=fetched)
         self.running.add(ticket)
         self.sent_at = now
         self.prefill_tokens += ticket._prefill

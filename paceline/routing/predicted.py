@@ -43,24 +43,46 @@ class PredictedRouter:
         now: float,
         count: int,
         look: Callable[[int], Pressure],
+        *,
+        fetched: bool = False,
     ) -> int:
-        """Choose one of ``count`` engines for a request; ``look`` fetches an engine's report."""
+        """Choose one of ``count`` engines for a request; ``look`` fetches an engine's report, and
+        ``fetched`` says that another engine has computed the prompt."""
+        views = self._views(demand, now, count, look)
+        index = self.pick(number, views, demand)
+        return self.dispatch(number, index, views[index], demand, now, fetched=fetched)
+
+    def best(
+        self, demand: Demand, now: float, count: int, look: Callable[[int], Pressure]
+    ) -> EngineView:
+        """Return the engine that a request would be sent to, as it sees it."""
+        views = self._views(demand, now, count, look)
+        return views[choose(views, demand, self._draw)]
+
+    def _views(
+        self, demand: Demand, now: float, count: int, look: Callable[[int], Pressure]
+    ) -> list[EngineView]:
         while len(self.loads) < count:
             self.loads.append(EngineLoad(str(len(self.loads))))
             self._waiting.append(set())
         for index, load in enumerate(self.loads):
             if load.pressure is None or now - load.pressure.at >= self._staleness:
                 load.heard(look(index))
-        views = [load.view(demand, now) for load in self.loads]
-        index = self.pick(number, views, demand)
-        return self.dispatch(number, index, views[index], demand, now)
+        return [load.view(demand, now) for load in self.loads]
 
     def dispatch(
-        self, number: int, index: int, view: EngineView, demand: Demand, now: float
+        self,
+        number: int,
+        index: int,
+        view: EngineView,
+        demand: Demand,
+        now: float,
+        *,
+        fetched: bool = False,
     ) -> int:
         """Count a request that is sent to engine ``index``, which is returned."""
         load = self.loads[index]
-        self._sent[number] = index, load.dispatch(demand, view, now)
+        self._sent[number] = index, load.dispatch(demand, view, now, fetched=fetched)
         self._waiting[index].add(number)
         load.prefixes.add(demand.prefix)
         return index

@@ -37,6 +37,12 @@ class GatewayMetrics:
             "moved",
             "Requests that left this engine for another one because its pool's controller asked.",
         )
+        self._handed = self._counter(
+            "handed",
+            "Prompts that this engine was to compute for another one: handed (that one went on), "
+            "stayed (none had room, and this one made the answer), failed (computed elsewhere).",
+            "result",
+        )
         self._fallbacks = self._counter("fallbacks", "Requests sent to a later tier.")
         self._first = self._times(
             "time_to_first_token_seconds",
@@ -170,6 +176,9 @@ class GatewayMetrics:
 
     def moved(self, endpoint: Endpoint) -> None:
         self._moved.at(endpoint.upstream.name).value += 1
+
+    def handed(self, endpoint: Endpoint, result: str) -> None:
+        self._handed.at(endpoint.upstream.name, result).value += 1
 
     def pool_told(self, pool: str, age: float) -> None:
         """Set the seconds since a pool's controller was heard."""

@@ -138,6 +138,11 @@ class Attempt:
         return self.status == 200 and self.verdict is not None and self.verdict.kind == "done"
 
     @property
+    def cached_tokens(self) -> float:
+        """Tokens of the prompt that the engine is thought to have had in its cache."""
+        return self._dispatch.view.cached_tokens
+
+    @property
     def is_final(self) -> bool:
         """Whether the refusal is final: any other engine would refuse the request as well."""
         should = dict(self.headers).get(b"x-should-retry", b"").decode("latin-1").lower()
@@ -291,7 +296,11 @@ class Attempt:
             (owner.write_last if is_last else owner.write)(out)
         if relay.num_events != parts or relay.is_in_long:
             self._has_moved = True
-        if relay.emitted and self._dispatch.first_at is None:
+        # of a stream that goes on the role may come ahead of the first token
+        has_first = relay.emitted and (
+            not self._tokens_before or relay.num_output_tokens > self._tokens_before
+        )
+        if self._dispatch.first_at is None and has_first:
             now = self._context.now()
             self._dispatch.first_token(now)
             self._trace.first_token(now)
@@ -434,6 +443,11 @@ class Attempt:
         elif self.connection is not None:
             self.connection.drop()
         return True
+
+    def leave(self, why: str) -> None:
+        """Leave the engine, which is not at fault and cannot answer: another one begins anew."""
+        if self.verdict is None:
+            self._end(Verdict("moved", why))
 
     # ---------------------------------------------------------------- ends
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.gateway.proxy.context import RequestContext
+from paceline.gateway.proxy.handing import may_hand, streams_over
 from paceline.gateway.proxy.upstream_request import RESUMABLE, takes_ids
 from paceline.gateway.routing.endpoint_queue import Queued
 from paceline.gateway.routing.picker import AllCoolingDownError, Pick, Tried
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.streams.openai_stream import StreamRelay
+from paceline.http.errors import HttpError
 from paceline.routing import Dispatch
 
 __all__ = ["Placement"]
@@ -42,9 +44,18 @@ class Placement:
     num_resumes: int = 0
     # attempts that left an engine which was well; they count against no bound
     num_moves: int = 0
+    # engine that is asked to compute the prompt, for the one that answers; None: that one does
+    prompt_pick: Pick | None = None
+    # the stream goes on at an engine for outputs once it has its first token
+    hands_over: bool = False
+    # engine whose computed prompt the stream took along, and when it left; None: none
+    handed_by: Endpoint | None = None
+    handed_at: float = 0.0
     # the stream goes on behind what another engine has sent
     is_resumed: bool = False
     _tried: set[str | tuple[str, str]] = field(default_factory=set)
+    # engines that failed to compute the prompt
+    _tried_prompts: set[str] = field(default_factory=set)
     # an attempt was lost
     _has_lost: bool = False
     # longest context, in tokens, that was too short for the prompt
@@ -71,6 +82,14 @@ class Placement:
         """Send no further attempt there. A refusal concerns one of the engine's models, a loss
         the engine."""
         self._tried.add(endpoint.upstream.name if lost else endpoint.key)
+
+    def note_handed(self, endpoint: Endpoint, now: float) -> None:
+        """Note that the stream leaves the engine that has computed its prompt."""
+        self.handed_by, self.handed_at = endpoint, now
+
+    def note_prompt_failure(self, endpoint: Endpoint) -> None:
+        """Have that engine compute this prompt no more."""
+        self._tried_prompts.add(endpoint.upstream.name)
 
     def forgive(self, endpoint: Endpoint) -> None:
         """Allow another attempt at an endpoint that refused one."""
@@ -142,12 +161,16 @@ class Placement:
     def _dispatched(self, last: Endpoint | None, now: float) -> tuple[Pick, Dispatch]:
         pick = self._pick(now, last)
         pick.endpoint.upstream.note_load(pick.endpoint.model)
-        return pick, pick.endpoint.upstream.load.dispatch(self.context.demand, pick.view, now)
+        fetched = self.prompt_pick is not None or (self._goes_on and self.handed_by is not None)
+        load = pick.endpoint.upstream.load
+        return pick, load.dispatch(self.context.demand, pick.view, now, fetched=fetched)
 
     def _pick(self, now: float, last: Endpoint | None) -> Pick:
         """Pick an engine that was not tried. Raises as ``Picker.pick``."""
         context = self.context
-        only = None if self._needs_more is None else self._is_long_enough
+        only: Callable[[Endpoint], bool] | None = None
+        if self._needs_more is not None:
+            only = self._is_long_enough
         if self._goes_on:
             assert last is not None, "an engine has sent what the caller got"
 
@@ -158,7 +181,9 @@ class Placement:
                 return self.can_resume(endpoint, last)
 
             only = exactly if self._can_pick(now, self._tried, exactly, fallback=True) else at_all
-        return context.picker.pick(
+            if last is self.handed_by and self._can_hand(now, last):
+                only = self._takes_over(last, now)
+        pick = context.picker.pick(
             self.route,
             context.demand,
             now,
@@ -169,6 +194,61 @@ class Placement:
             late=not self.num,
             drained=self._goes_on,
         )
+        return self._apart(pick, now) if self.route.apart else pick
+
+    def _apart(self, outputs: Pick, now: float) -> Pick:
+        """Return the engine to ask first, where ``outputs`` would answer: that one, or one that
+        computes the prompt. Raises HttpError if the answer's engine cannot do without."""
+        context, self.prompt_pick, self.hands_over = self.context, None, False
+        there = outputs.endpoint
+        must = there.upstream.kind == "sglang" and there.upstream.role == "outputs"
+        if not must and (self._goes_on or there.upstream.role == "prompts"):
+            return outputs
+        tried = {*self._tried, *self._tried_prompts}
+        try:
+            pick = context.picker.pick(
+                self.route, context.demand, now, tried=tried, fallback=self._may_fall_back,
+                only=lambda each: may_hand(context, each, there), prompts=True,
+            )  # fmt: skip
+        except HttpError:
+            if must:
+                raise
+            return outputs
+        least = context.config.split_above
+        pays = context.picker.hand_overs.pays(context.demand, pick.view, outputs.view, least)
+        # a full engine is picked where all are
+        if not must and (not pays or pick.endpoint.available(now, context.path)):
+            return outputs
+        if streams_over(context, pick.endpoint):
+            self.hands_over = True
+            return pick
+        self.prompt_pick = pick
+        return outputs
+
+    def may_hand_over(self, now: float, endpoint: Endpoint) -> bool:
+        """Whether the stream, whose prompt is computed at ``endpoint``, goes on at an engine for
+        outputs: one has room, and can fetch the prompt."""
+        return self.hands_over and self._goes_on and self._can_hand(now, endpoint)
+
+    def _can_hand(self, now: float, endpoint: Endpoint) -> bool:
+        only = self._takes_over(endpoint, now)
+        return self._can_pick(now, {*self._tried, endpoint.upstream.name}, only, fallback=True)
+
+    def _takes_over(self, before: Endpoint, now: float) -> Callable[[Endpoint], bool]:
+        path = self.context.path
+
+        def takes(endpoint: Endpoint) -> bool:
+            upstream = endpoint.upstream
+            return (
+                upstream.role != "prompts"
+                and not upstream.load.pressed
+                and before.upstream.hands_to(upstream)
+                and not endpoint.available(now, path)
+                and self.can_resume(endpoint, before)
+                and self.resumes_exactly(endpoint)
+            )
+
+        return takes
 
     def pick_second(self, first: Endpoint, now: float) -> Pick:
         """Pick an engine of ``first``'s tier and model for a hedge. Raises as ``Picker.pick``."""

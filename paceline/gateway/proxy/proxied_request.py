@@ -19,16 +19,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from paceline.errors import RequestError
 from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.context import RequestContext
+from paceline.gateway.proxy.handing import ONE_TOKEN, PromptLeg, bootstrap_of
 from paceline.gateway.proxy.hedging import Hedge
 from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.response import Response
-from paceline.gateway.proxy.upstream_request import CHAT, UpstreamRequest
+from paceline.gateway.proxy.upstream_request import CHAT, NO_FIELDS, UpstreamRequest
 from paceline.gateway.proxy.usage_split import UsageSplit
 from paceline.gateway.routing.picker import Pick
 from paceline.gateway.routing.routes import Endpoint
@@ -66,6 +67,8 @@ class ProxiedRequest:
         self._hedge: Hedge | None = None
         if self.relay is not None and context.may_hedge:
             self._hedge = Hedge(context, self._placement, self._upstream_request)
+        # request to the engine that computes the running attempt's prompt; None: there is none
+        self._leg: PromptLeg | None = None
         # called by the attempts for every part
         self.write: Callable[[bytes], None] = self._response.write
         self.write_last: Callable[[bytes], None] = self._response.write_last
@@ -147,9 +150,15 @@ class ProxiedRequest:
     def first_token(self, now: float) -> None:
         if self._hedge is not None:
             self._hedge.first_spoke()
-        if not self._placement.is_resumed:
-            context = self.context
+        context, placement = self.context, self._placement
+        if not placement.is_resumed:
             context.metrics.first_token(self._attempt.endpoint, now - context.arrived)
+        elif placement.handed_by is not None and placement.num_moves == 1:
+            tokens = context.demand.prompt_tokens
+            context.picker.hand_overs.saw(tokens, now - placement.handed_at)
+        if placement.hands_over:
+            # not in the middle of its data
+            context.wake.set()
 
     def spare_spoke(self, attempt: Attempt) -> None:
         hedge = self._hedge
@@ -257,7 +266,10 @@ class ProxiedRequest:
             if verdict.kind == "moved":
                 begun = self.relay is not None and self.relay.emitted
                 placement.note_moved(begun=begun)
-                context.metrics.moved(last)
+                lost_prompt = self._leg is not None and self._leg.failure is not None
+                if placement.handed_by is not last and not lost_prompt:
+                    # its pool's controller asked
+                    context.metrics.moved(last)
                 if begun:
                     self._usage_split.resumes_after(last)
                 continue
@@ -279,9 +291,11 @@ class ProxiedRequest:
         context, placement, endpoint = self.context, self._placement, pick.endpoint
         resumed = placement.is_resumed
         try:
-            request = self._upstream_request.encode(endpoint, resumed=resumed)
+            added = await self._with_prompt(endpoint, resumed=resumed)
+            request = self._upstream_request.encode(endpoint, resumed=resumed, added=added)
             attempt = Attempt(self, endpoint, dispatch)
         except BaseException:
+            self._end_leg()
             dispatch.end(context.now())
             raise
         self._response.comes_from(attempt)
@@ -303,8 +317,94 @@ class ProxiedRequest:
             if self._hedge is not None:
                 self._attempt.abandon()
                 self._hedge.end()
+            self._end_leg()
             context.flow_control.pump()
         return self._attempt
+
+    async def _with_prompt(self, endpoint: Endpoint, *, resumed: bool) -> Mapping[str, Any]:
+        """Have the prompt computed elsewhere, if that was decided; return the fields by which
+        ``endpoint`` finds it."""
+        context, self._leg = self.context, None
+        pick = self._placement.prompt_pick
+        if pick is None:
+            return NO_FIELDS
+        leg = self._leg = PromptLeg(context, pick, self._response_tick)
+        context.metrics.attempt(pick.endpoint, resumed=False, fallback=bool(pick.endpoint.tier))
+        if pick.endpoint.upstream.kind == "sglang":
+            added = bootstrap_of(pick.endpoint)
+            leg.attempt.send(
+                self._upstream_request.encode_prompt(leg.endpoint, added, resumed=resumed)
+            )
+            self._response.note(prompt_engine=pick.endpoint.upstream.name)
+            return added
+        fields = {**ONE_TOKEN, **leg.fields}
+        leg.attempt.send(self._upstream_request.encode_prompt(leg.endpoint, fields, resumed=False))
+
+        async def over() -> None:
+            await leg.attempt.over
+
+        await self._response.unless_gone(over(), lambda _: None)
+        added = dict(leg.found())
+        self._note_prompt(leg, "handed" if added else "failed")
+        if added:
+            used = leg.used()
+            self._usage_split.prompt_from(pick.view.cached_tokens if used is None else used.cached)
+        self._leg = None
+        return added
+
+    def _response_tick(self, now: float) -> None:
+        self._response.tick(now, self.context.config.sse_keep_alive)
+
+    def _note_prompt(self, leg: PromptLeg, result: str) -> None:
+        """Record what became of a prompt that was to be computed elsewhere."""
+        self.context.metrics.handed(leg.endpoint, result)
+        if result == "handed":
+            self._response.note(prompt_engine=leg.endpoint.upstream.name)
+            return
+        why = leg.failure or "its answer does not say where the prompt is"
+        _log.warning(
+            "prompt_failed id=%s engine=%s reason=%r", self.context.incoming.request_id,
+            leg.endpoint.upstream.name, why,
+        )  # fmt: skip
+        self._placement.note_prompt_failure(leg.endpoint)
+
+    def _end_leg(self) -> None:
+        if self._leg is not None:
+            self._leg.attempt.abandon()
+
+    def _look_after_prompt(self, leg: PromptLeg) -> None:
+        """Leave an engine that waits for a prompt which does not come; note one that came."""
+        attempt = self._attempt
+        begun = self.relay is not None and self.relay.num_output_tokens > 0
+        if leg.failure is None and not (begun or attempt.verdict is not None):
+            return
+        leg.is_noted = True
+        if leg.failure is None or begun:
+            self._note_prompt(leg, "handed")
+            return
+        self._note_prompt(leg, "failed")
+        attempt.leave(f"its prompt was lost: {leg.failure}")
+
+    def _hand_over(self) -> None:
+        """Let the stream go on at an engine for outputs, now that its prompt is computed."""
+        placement, attempt, now = self._placement, self._attempt, self.context.now()
+        if attempt.endpoint.upstream.role != "prompts":
+            # the engine of a hedge answers
+            placement.hands_over = False
+            return
+        has_room = attempt.verdict is None and placement.may_hand_over(now, attempt.endpoint)
+        placement.hands_over = False
+        if has_room:
+            attempt.move_on("its prompt is computed")
+        verdict = attempt.verdict
+        if verdict is not None and verdict.kind == "moved":
+            placement.note_handed(attempt.endpoint, now)
+            self.context.metrics.handed(attempt.endpoint, "handed")
+            self._response.note(prompt_engine=attempt.endpoint.upstream.name)
+            # its engine has not counted them yet
+            self._usage_split.prompt_from(attempt.cached_tokens)
+        elif verdict is None:
+            self.context.metrics.handed(attempt.endpoint, "stayed")
 
     async def _pump(self) -> None:
         """Wait until the answer is over and the caller has all of it."""
@@ -314,6 +414,10 @@ class ProxiedRequest:
                 raise ClientDisconnectedError
             if self._hedge is not None:
                 self._look_after(self._hedge)
+            if self._leg is not None and not self._leg.is_noted:
+                self._look_after_prompt(self._leg)
+            if self._placement.hands_over and self.relay is not None and self.relay.emitted:
+                self._hand_over()
             if response.num_waiting:
                 await response.flush()
             elif response.attempt is None or response.attempt.verdict is not None:

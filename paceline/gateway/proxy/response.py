@@ -113,6 +113,8 @@ class Response(Downstream):
             found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
         if "hedged" in notes:
             found.append((b"x-paceline-hedged", b"true"))
+        if "prompt_engine" in notes:
+            found.append((b"x-paceline-prompt-engine", notes["prompt_engine"].encode()))
         if "fallback" in notes:
             name = attempt.endpoint.model.encode("ascii", "backslashreplace")
             found.append((b"x-paceline-fallback", name))

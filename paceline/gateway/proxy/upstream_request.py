@@ -4,6 +4,7 @@ needs so that the answer can be resumed elsewhere."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,11 +19,12 @@ from paceline.gateway.upstreams.refusals import is_too_long
 from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.upstream import Headers, lines_of
 
-__all__ = ["CHAT", "RESUMABLE", "UpstreamRequest", "takes_ids"]
+__all__ = ["CHAT", "NO_FIELDS", "RESUMABLE", "UpstreamRequest", "takes_ids"]
 
 CHAT: Final = "/v1/chat/completions"
 # paths whose streams can be resumed
 RESUMABLE: Final = frozenset({CHAT, "/v1/completions"})
+NO_FIELDS: Final[Mapping[str, Any]] = {}
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 # callers' headers that are passed on to engines
 _REQUEST_HEADERS: Final = frozenset(
@@ -76,7 +78,12 @@ class UpstreamRequest:
     _maker: Upstream | None = None
 
     def encode(
-        self, endpoint: Endpoint, *, resumed: bool, left_out: frozenset[str] = frozenset()
+        self,
+        endpoint: Endpoint,
+        *,
+        resumed: bool,
+        left_out: frozenset[str] = frozenset(),
+        added: Mapping[str, Any] = NO_FIELDS,
     ) -> bytes:
         """Return head and body. Raises RequestError for what the engine's API cannot express.
 
@@ -84,14 +91,29 @@ class UpstreamRequest:
             resumed: it continues behind what the relay has relayed.
             left_out: added fields to omit, in addition to those that the endpoint is known to
                 refuse.
+            added: fields for this one attempt.
         """
         self._note_maker(endpoint.upstream)
         changes = self._changes(endpoint, resumed=resumed)
         if changes:
             for name in (*left_out, *endpoint.upstream.left_out(endpoint.model)):
                 changes.pop(name, None)
+        return self._encoded(endpoint, {**changes, **added} if added else changes)
+
+    def encode_prompt(
+        self, endpoint: Endpoint, added: Mapping[str, Any], *, resumed: bool
+    ) -> bytes:
+        """Return the request for an engine whose answer no caller gets: it computes the prompt."""
+        changes = {**self._changes(endpoint, resumed=resumed), **added}
+        if "stream" in added and "max_completion_tokens" in {*changes, *self.context.body.fields}:
+            changes["max_completion_tokens"] = 1
+        return self._encoded(endpoint, changes)
+
+    def _encoded(self, endpoint: Endpoint, changes: Mapping[str, Any]) -> bytes:
         body = endpoint.upstream.dialect.body(self.context.path, self.context.body, changes)
-        return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(endpoint), len(body), body)
+        stream = changes.get("stream", self.context.body.stream)
+        head = self._head(endpoint, stream=stream)
+        return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
 
     def _note_maker(self, next_one: Upstream) -> None:
         """Note which engine has computed most: the last one that made output."""
@@ -114,11 +136,11 @@ class UpstreamRequest:
             name for name in _OWN_FIELDS.keys() & added if _OWN_FIELDS[name].search(error)
         )
 
-    def _head(self, endpoint: Endpoint) -> bytes:
+    def _head(self, endpoint: Endpoint, *, stream: bool) -> bytes:
         """Return the head without its last header."""
         incoming, upstream = self.context.incoming, endpoint.upstream
         target = upstream.dialect.target(self.context.path, endpoint.model)
-        accept = b"text/event-stream" if self.context.body.stream else b"application/json"
+        accept = b"text/event-stream" if stream else b"application/json"
         # the attempt adds its own trace headers
         own = () if self.context.trace is NO_TRACE else _TRACE_HEADERS
         found: Headers = []

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec.structs import replace
+
 from paceline.gateway.proxy.attempt import Attempt, Verdict
 from paceline.gateway.proxy.context import RequestContext
 from paceline.gateway.routing.routes import Endpoint
@@ -35,6 +37,8 @@ class UsageSplit:
     relay: StreamRelay | None
     # usage as counted by an engine; None: it counted none
     counted: Used | None = None
+    # see ``prompt_from``
+    _cached: int | None = None
     # engines that are done, each with the answer's tokens up to its end
     _parts: list[tuple[Endpoint, int]] = field(default_factory=list)
     # usage of an attempt that is over, and its verdict: the attempt itself would point in a circle
@@ -44,6 +48,11 @@ class UsageSplit:
     def _estimate(self) -> int:
         """Estimated tokens of the prompt."""
         return round(self.context.demand.prompt_tokens)
+
+    def prompt_from(self, cached: float) -> None:
+        """Note how many tokens of the prompt were cached at the engine that computed it for another
+        one: what that one takes over was computed for this request."""
+        self._cached = round(cached)
 
     def resumes_after(self, endpoint: Endpoint) -> None:
         """Keep what ``endpoint`` made of the answer; another engine makes the rest."""
@@ -62,6 +71,14 @@ class UsageSplit:
         return used
 
     def _used(self, attempt: Attempt) -> Used:
+        return self._with_cached(self._counted_by(attempt))
+
+    def _with_cached(self, used: Used) -> Used:
+        if self._cached is None or used.cached <= self._cached:
+            return used
+        return replace(used, cached=self._cached)
+
+    def _counted_by(self, attempt: Attempt) -> Used:
         # an engine worked for a caller that hung up, whether or not it had sent output
         began = attempt.was_abandoned and attempt.connection is not None
         relay = self.relay

@@ -39,6 +39,10 @@ _decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_routed: Final = msgspec.json.Decoder(_Routed).decode
 _KINDS: Final = {"model": (str, "a string"), "stream": (bool, "true or false")}
 
+# fields by which engines find a prompt that another one has computed
+_OF_THE_GATEWAY: Final = frozenset(
+    {"kv_source", "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+)
 # limit of an answer, in tokens, if its caller sets none
 _DEFAULT_MAX_TOKENS: Final = 1024
 # names of the limit that all engines know, of chats and by path
@@ -171,9 +175,10 @@ def read_body(data: bytes) -> Body:
             raise InvalidRequestError("the request body must be a JSON object") from None
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     fields = {name: bytes(value) for name, value in raw.items()}
-    if "kv_source" in fields:
+    if not _OF_THE_GATEWAY.isdisjoint(fields):
         # an engine would connect there with the gateway's right to say so
-        raise InvalidRequestError("kv_source is not taken from callers", "kv_source")
+        name = next(iter(_OF_THE_GATEWAY.intersection(fields)))
+        raise InvalidRequestError(f"{name} is not taken from callers", name)
     try:
         routed = _decode_routed(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):

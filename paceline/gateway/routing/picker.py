@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.http.errors import HttpError
-from paceline.routing import TRICKLE, Demand, EngineView, choose, slow_ones
+from paceline.routing import TRICKLE, Demand, EngineView, HandOvers, choose, slow_ones
 
 __all__ = ["AllCoolingDownError", "Pick", "Picker", "Tried"]
 
@@ -58,6 +58,8 @@ class Picker:
     def __init__(self, draw: random.Random, slow_factor: float = 0.0) -> None:
         self._draw = draw
         self._slow_factor = slow_factor
+        # hand-overs between the engines of all routes
+        self.hand_overs = HandOvers()
         # (model, tier) -> when its engines were last compared, and the slow ones
         self._slow: dict[tuple[str, int], tuple[float, frozenset[str]]] = {}
 
@@ -76,6 +78,7 @@ class Picker:
         only: _Only | None = None,
         late: bool = False,
         drained: bool = False,
+        prompts: bool = False,
     ) -> Pick:
         """Pick an engine, one that was not tried if possible.
 
@@ -86,6 +89,8 @@ class Picker:
                 be late.
             drained: whether to use a drained engine if there is no other: a stream that has begun
                 goes on there rather than not at all.
+            prompts: whether to pick one whose role is to compute prompts; these make answers only
+                where no other engine does.
 
         Raises:
             AllCoolingDownError: the engines that could take it have asked for a cooldown.
@@ -96,9 +101,19 @@ class Picker:
         doubtful: list[Endpoint] = []
         tiers = route.usable_tiers(fallback=fallback)
         slow: frozenset[str] = frozenset()
+        # a stream that is resumed has waited in the queue before
+        queues = only is None or prompts
+        if route.apart:
+            only = _in_part(only, prompts=prompts)
         for tier in tiers:
             slow |= self._slow_of(route, tier, now)
-            endpoints = self._fit(tier, route.path, demand, now, tried, only, reasons)
+            endpoints: list[Endpoint] = []
+            if route.apart and not prompts:
+                first = [each for each in tier if each.upstream.role != "prompts"]
+                endpoints = self._fit(first, route.path, demand, now, tried, only, queues, reasons)
+            endpoints = endpoints or self._fit(
+                tier, route.path, demand, now, tried, only, queues, reasons
+            )
             roomy = [endpoint for endpoint in endpoints if not _probably_too_long(endpoint, demand)]
             if not roomy:
                 # probably too long everywhere: the engine itself counts the tokens
@@ -183,6 +198,7 @@ class Picker:
         now: float,
         tried: Tried,
         only: _Only | None,
+        queues: bool,
         reasons: dict[str, str],
     ) -> list[Endpoint]:
         fit: list[Endpoint] = []
@@ -191,13 +207,12 @@ class Picker:
             why = (
                 "tried"
                 if tried and _was_tried(endpoint, tried)
-                else "cannot resume the stream"
+                else ("computes prompts alone" if queues else "cannot resume the stream")
                 if only is not None and not only(endpoint)
                 else f"has no model {endpoint.model}"
                 if endpoint.lacks_model
                 else _too_long(endpoint, demand)
-                # a stream that is resumed has waited in the queue before
-                or (endpoint.available(now, path) if only is None else endpoint.usable(now, path))
+                or (endpoint.available(now, path) if queues else endpoint.usable(now, path))
             )
             if why:
                 reasons[endpoint.upstream.name] = why
@@ -280,6 +295,22 @@ class Picker:
             f"no engine can take a request for {route.model} now ({told or 'it has no engines'})",
             retry_after=max(1.0, min(waits)),
         )
+
+
+def _in_part(only: _Only | None, *, prompts: bool) -> _Only:
+    """Return ``only`` with the condition that an engine computes prompts, or makes answers: one of
+    SGLang's that computes prompts does nothing else."""
+
+    def plays(endpoint: Endpoint) -> bool:
+        is_for_prompts = endpoint.upstream.role == "prompts"
+        fits = (
+            is_for_prompts
+            if prompts
+            else not (is_for_prompts and endpoint.upstream.kind == "sglang")
+        )
+        return fits and (only is None or only(endpoint))
+
+    return plays
 
 
 def _was_tried(endpoint: Endpoint, tried: Tried) -> bool:

@@ -85,6 +85,8 @@ class Route(msgspec.Struct, frozen=True):
     path: str = ""
     # where there are many engines, one of each kind; they serve the same paths
     one_of_each: Sequence[Upstream] = ()
+    # whether one of its engines computes prompts for others
+    apart: bool = False
 
     @property
     def shown(self) -> str:
@@ -119,7 +121,7 @@ class Route(msgspec.Struct, frozen=True):
                 longer = None
         return Route(
             self.model, tiers, self.fallback, self.pressure_fallback, longer, self.asked,
-            self.local_only, path, () if reasons else self.one_of_each,
+            self.local_only, path, () if reasons else self.one_of_each, self.apart,
         )  # fmt: skip
 
     def usable_tiers(self, *, fallback: bool) -> Sequence[Sequence[Endpoint]]:
@@ -223,7 +225,9 @@ class Routes:
                 f"The model {name[:200]!r} does not exist here; served: {served}"
             )
         tiers = (endpoints,) if endpoints else ()
-        return self._keep(name, Route(name, tiers, local_only=local_only, path=path))
+        apart = any(each.upstream.role == "prompts" for each in endpoints or ())
+        route = Route(name, tiers, local_only=local_only, path=path, apart=apart)
+        return self._keep(name, route)
 
     def names(self) -> list[str]:
         """Return the names that callers may request: configured ones, else the engines'."""
@@ -259,19 +263,21 @@ class Routes:
         local_only = local_only or config.local_only
         if (kept := self._kept.get((name, local_only))) is not None:
             return kept
-        tiers = []
+        tiers, apart = [], False
         for number, targets in enumerate(self._targets[config.name]):
             tier = []
             for target, upstream in self._engines(targets):
                 if local_only and upstream.config.cloud:
                     continue
                 model = fill(target.model, stem) or self._own_name(upstream, name)
+                apart = apart or upstream.role == "prompts"
                 tier.append(Endpoint(upstream, model, number))
             if tier:
                 tiers.append(tier)
         route = Route(
-            config.name, tiers, config.fallback, config.pressure_fallback, None, asked, local_only
-        )
+            config.name, tiers, config.fallback, config.pressure_fallback, None, asked, local_only,
+            apart=apart,
+        )  # fmt: skip
         return self._keep(name, route)
 
     def _engines(self, targets: Sequence[Target]) -> Iterator[tuple[Target, Upstream]]:

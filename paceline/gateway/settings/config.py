@@ -183,6 +183,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     slow_factor: float = 3.0
     # time until a returning engine has its full share again
     slow_start: float = 10.0
+    # new tokens of a prompt from which engines of role "prompts" may compute it
+    split_above: int = 256
     # queue for engines at ``max_concurrent``: order, requests of one model at most, and time limit
     queue_policy: str = "deadline"
     max_num_waiting: int = 1000
@@ -309,6 +311,7 @@ def check_config(config: GatewayConfig) -> None:
         ("queue_timeout", 0.1),
         ("max_attempts", 1),
         ("max_resumes", 0),
+        ("split_above", 1),
         ("max_body_size", 1024),
     ):
         value = getattr(config, name)

@@ -19,9 +19,11 @@ import msgspec
 
 from paceline.errors import ConfigError
 from paceline.http.fields import show_url
+from paceline.routing.handing import Role
 
 __all__ = [
     "NAME",
+    "PAIRED",
     "EngineConfig",
     "EngineKind",
     "MemberConfig",
@@ -38,6 +40,10 @@ EngineKind = Literal[
     "auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai", "azure", "anthropic"
 ]
 
+# SGLang's own default
+BOOTSTRAP_PORT: Final = 8998
+# kinds whose engines can go on behind a prompt that another one has computed
+PAIRED: Final = ("paceline", "vllm", "sglang")
 NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # engines of a pool
 _MOST_ENGINES: Final = 4096
@@ -81,6 +87,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # how its capabilities are found out: "ask" reads what it advertises, "try" also sends one-token
     # requests, "off" does neither
     probe: Literal["ask", "try", "off"] = "ask"
+    # what it is for, where prompts and answers are apart
+    role: Role = "both"
+    # SGLang's port at which engines for outputs meet it, for role "prompts"
+    bootstrap_port: int = BOOTSTRAP_PORT
 
 
 class MemberConfig(EngineConfig, frozen=True, kw_only=True):
@@ -118,6 +128,8 @@ class _Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     url: str
     kind: EngineKind = "paceline"
     max_concurrent: int = 0
+    role: Role = "both"
+    bootstrap_port: int = BOOTSTRAP_PORT
 
 
 class PoolMembers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -137,7 +149,8 @@ class PoolMembers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return {
             each.name: MemberConfig(
                 name=each.name, url=each.url, kind=each.kind, max_concurrent=each.max_concurrent,
-                api_key_env=pool.api_key_env, pool=pool.name,
+                api_key_env=pool.api_key_env, pool=pool.name, role=each.role,
+                bootstrap_port=each.bootstrap_port,
             )
             for each in self.engines
         }  # fmt: skip
@@ -231,6 +244,15 @@ def check_engine(engine: EngineConfig) -> None:
         raise ConfigError(
             f'engine {engine.name}: probe = "try" sends requests, which a cloud charges for: "ask" '
             'or "off"'
+        )
+    if engine.role != "both" and engine.kind not in ("auto", *PAIRED):
+        raise ConfigError(
+            f"engine {engine.name}: role {engine.role} is for kinds {', '.join(PAIRED)}, which can "
+            f"hand a computed prompt over; got kind {engine.kind}"
+        )
+    if not 0 < engine.bootstrap_port <= 65535:
+        raise ConfigError(
+            f"engine {engine.name}: bootstrap_port must be 1 to 65535, got {engine.bootstrap_port}"
         )
     if engine.max_concurrent < 0:
         raise ConfigError(

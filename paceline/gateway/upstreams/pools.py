@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec.structs import replace
+
 from paceline.errors import ConfigError
 from paceline.gateway.settings.config import GatewayConfig, pools_of
 from paceline.gateway.settings.engines import MemberConfig, PoolConfig, PoolMembers
@@ -99,12 +101,9 @@ class Pools(dict[str, PoolState]):
                     state.known = None
                 state.config = pool
                 state.members = {
-                    n: MemberConfig(
-                        name=n, url=each.url, kind=each.kind, pool=name,
-                        max_concurrent=each.max_concurrent, api_key_env=pool.api_key_env,
-                    )
+                    n: replace(each, pool=name, api_key_env=pool.api_key_env)
                     for n, each in state.members.items()
-                }  # fmt: skip
+                }
                 told.append(f"pool {name} changed")
         return told
 

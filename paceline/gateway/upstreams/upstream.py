@@ -23,13 +23,13 @@ from paceline.gateway.settings.engine_types import (
     read_pressure,
     scan,
 )
-from paceline.gateway.settings.engines import MemberConfig
+from paceline.gateway.settings.engines import PAIRED, MemberConfig
 from paceline.gateway.upstreams.capabilities import Capabilities
 from paceline.gateway.upstreams.dialects import Dialect, dialect_of
 from paceline.gateway.upstreams.standing import Standings
 from paceline.http.fields import FLEET_HEADER
 from paceline.http.upstream import Headers, Origin, Pool
-from paceline.routing import Breaker, BreakerState, EngineLoad, SlowStart
+from paceline.routing import Breaker, BreakerState, EngineLoad, Role, SlowStart
 
 __all__ = ["Running", "Upstream", "UpstreamModel"]
 
@@ -95,6 +95,7 @@ class Upstream:
         # its pool; "": it is one of the configuration's engines
         self.pool_name = config.pool if isinstance(config, MemberConfig) else ""
         self.kind: EngineKind = config.kind
+        self.role: Role = config.role
         self.facts: KindFacts = KINDS["openai" if config.kind == "auto" else config.kind]
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
         self.key = Secret(key)
@@ -268,6 +269,15 @@ class Upstream:
         host = self.pool.origin.host
         host = f"[{host}]" if ":" in host else host
         return {"url": f"tcp://{host}:{kv[0]}", "fingerprint": kv[1]}
+
+    def hands_to(self, other: Upstream) -> bool:
+        """Whether ``other`` can go on behind a prompt that was computed here."""
+        if self.kind != other.kind or self.kind not in PAIRED:
+            return False
+        if self.kind != "paceline":
+            return True
+        source, kv = self.kv_source, other.capabilities.kv
+        return source is not None and kv is not None and source["fingerprint"] == kv[1]
 
     def left_out(self, model: str) -> frozenset[str]:
         """Fields that the gateway would add for this model, but that the engine refuses."""
