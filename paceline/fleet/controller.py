@@ -54,6 +54,8 @@ class Spec:
     # time for which a replica of which nothing is heard counts as alive
     lease: float = 60.0
     scale: Scale | None = None
+    # role of its replicas, for the gateways
+    role: str = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Members:
     engines: Mapping[str, str] = field(default_factory=dict)
     draining: tuple[str, ...] = ()
     move: tuple[str, ...] = ()
+    # role of all engines
+    role: str = "both"
 
 
 class Controller:
@@ -182,6 +186,7 @@ class Controller:
             {each.name: each.url for each in there},
             tuple(each.name for each in draining),
             tuple(each.name for each in draining if now - each.since >= moves_at),
+            self.spec.role,
         )
 
     @property

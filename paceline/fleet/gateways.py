@@ -160,7 +160,10 @@ class Gateways:
         word: Mapping[str, Any] = {
             "epoch": self._epoch,
             "version": version,
-            "engines": [{"name": name, "url": url} for name, url in members.engines.items()],
+            "engines": [
+                {"name": name, "url": url, "role": members.role}
+                for name, url in members.engines.items()
+            ],
             "draining": members.draining,
             "move": members.move,
         }

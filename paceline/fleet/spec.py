@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -68,6 +68,8 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     replicas: int | ScaleSettings
     # arguments of ``paceline serve``
     serve: tuple[str, ...]
+    # what its replicas are for, where prompts and answers are apart
+    role: Literal["both", "prompts", "outputs"] = "both"
     # resources that each replica takes of its host: {CPU = 2, GPU = 1}
     resources: dict[str, float] = {}
     # labels that its node of the Ray cluster must have
@@ -99,7 +101,7 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             number = number.min
         return Spec(
             number, self.serve, self.version, self.surge, self.start_timeout, self.drain_seconds,
-            self.lease, scale,
+            self.lease, scale, self.role,
         )  # fmt: skip
 
     @property
@@ -188,6 +190,12 @@ def _check(found: FleetFile) -> None:
             raise ConfigError(
                 f"pool {pool.name}: {pool.most} replicas and a surge of {pool.surge} are more than "
                 f"{_MOST_REPLICAS}, the most that a gateway takes"
+            )
+        has_port = any(word.partition("=")[0] == "--kv-port" for word in pool.serve)
+        if pool.role != "both" and not has_port:
+            raise ConfigError(
+                f"pool {pool.name}: role {pool.role} needs --kv-port in serve: one replica fetches "
+                "what another one has computed"
             )
         for flag in _OWN_FLAGS:
             if any(word == flag or word.startswith(f"{flag}=") for word in pool.serve):

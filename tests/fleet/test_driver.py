@@ -33,7 +33,7 @@ from paceline.gateway import GatewayConfig, ModelConfig
 from paceline.http.fields import FLEET_HEADER
 from paceline.http.keys import ApiKey
 from paceline.server.transport.watched import Watched
-from tests.gateway.fault_server import PACELINE_METRICS, scripted
+from tests.gateway.fault_server import PACELINE_METRICS, Step, scripted
 from tests.gateway.helpers import GOOD, gateway_over
 
 KEY = "secret-root-0123"
@@ -216,6 +216,19 @@ def test_a_pool_keeps_its_latest_logs(tmp_path: Path) -> None:
             Record(f"chat-{number}", 1, 1, "v").forget(tmp_path)
     kept = sorted(int(path.stem[5:]) for path in tmp_path.glob("*.log"))
     assert kept == [4, *range(11, 61)] and last_number(tmp_path, "chat") == 60
+
+
+async def test_the_word_has_the_role() -> None:
+    answer = Step(parts=(b'{"version": 1, "engines": {}}',), stream=False)
+    async with scripted(answer) as gateway:
+        gateways = Gateways((gateway.url,), KEY, 1, time.monotonic)
+        try:
+            gateways.tell("chat", Members({"chat-1": "http://a"}, role="prompts"))
+            assert await gateways.told("chat", 5.0)
+        finally:
+            await gateways.close()
+        engine = {"name": "chat-1", "url": "http://a", "role": "prompts"}
+        assert gateway.bodies[0]["engines"] == [engine]
 
 
 async def test_a_count_from_before_the_last_word_says_nothing() -> None:

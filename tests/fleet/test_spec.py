@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.errors import ConfigError
-from paceline.fleet.controller import Scale
+from paceline.fleet.controller import Controller, Scale
 from paceline.fleet.spec import parse_fleet, read_fleet, unplaceable
 
 FLEET = '[fleet]\ngateways = ["http://127.0.0.1:8080"]\nadmin_key_env = "FLEET_KEY"\n'
@@ -46,6 +46,8 @@ def test_a_version_changes_with_what_runs_alone() -> None:
         (FLEET + POOL.replace('"chat"', '"a b"'), "a pool's name"),
         (FLEET + POOL.replace('"]', '", "--port=1"]'), "--port, which the fleet sets itself"),
         (FLEET + POOL + "resources = {CPU = -1}", "0 or more, got CPU = -1"),
+        (FLEET + POOL + 'role = "prompts"', "role prompts needs --kv-port in serve"),
+        (FLEET + POOL + 'role = "decode"', "Invalid enum value 'decode'"),
         (FLEET + "exit_unwatched = 0\n" + POOL, "exit_unwatched must be 1 or more"),
         (FLEET + POOL + "replica = 3", "unknown field `replica`"),
     ],
@@ -53,6 +55,18 @@ def test_a_version_changes_with_what_runs_alone() -> None:
 def test_files_that_cannot_be(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_fleet(text.encode())
+
+
+def test_a_role_is_told_and_is_no_new_version() -> None:
+    pool = POOL.replace('135m"]', '135m", "--kv-port=0"]')
+    both, prompts = (
+        parse_fleet((FLEET + pool + text).encode()).pools[0] for text in ("", 'role = "prompts"')
+    )
+    assert both.version == prompts.version
+    controller = Controller("chat", both.spec())
+    assert controller.members(0.0).role == "both"
+    controller.change(prompts.spec())
+    assert controller.members(0.0).role == "prompts"
 
 
 def test_which_replica_lacks_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
