@@ -21,6 +21,7 @@ from paceline.engine.recorder import Recorder
 from paceline.errors import ConfigError
 from paceline.routing import (
     Demand,
+    HandOvers,
     LeastOutstanding,
     PredictedRouter,
     Pressure,
@@ -83,13 +84,22 @@ class KVTransfer:
 class Disaggregation:
     """A second set of replicas that takes over requests after their first token (DistServe,
     OSDI'24, arXiv 2401.09670). Their prefix cache must be on: the keys and values arrive there, in
-    whole blocks; the rest of the last block is computed again."""
+    whole blocks; the rest of the last block is computed again.
+
+    With ``split_above`` each request is decided on as the gateway does: shorter prompts, and those
+    that ``HandOvers`` says so of, are computed where the answer is made. Both routers are then
+    ``PredictedRouter``.
+    """
 
     decode: Sequence[ReplicaSpec]
     transfer: KVTransfer
     router: Router
+    # None: every request is handed over
+    split_above: int | None = None
 
     def __post_init__(self) -> None:
+        if self.split_above is not None and not isinstance(self.router, PredictedRouter):
+            raise ConfigError("split_above needs routers that predict")
         if not self.decode:
             raise ConfigError("disaggregation needs at least one decode replica")
         for spec in self.decode:
@@ -106,6 +116,10 @@ class Pool:
     disaggregation: Disaggregation | None = None
 
     def __post_init__(self) -> None:
+        apart = self.disaggregation
+        decides = apart is not None and apart.split_above is not None
+        if decides and not isinstance(self.router, PredictedRouter):
+            raise ConfigError("split_above needs routers that predict")
         if not self.replicas:
             raise ConfigError("a pool needs at least one replica")
 
@@ -191,10 +205,12 @@ class _Group:
 class _Model:
     """All replicas of one model."""
 
-    def __init__(self, front: _Group, back: _Group | None, transfer: KVTransfer | None) -> None:
+    def __init__(self, front: _Group, back: _Group | None, split: Disaggregation | None) -> None:
         self.front = front
         self.back = back
-        self.transfer = transfer
+        self.transfer = None if split is None else split.transfer
+        self.split_above = None if split is None else split.split_above
+        self.hand_overs = HandOvers()
         self.mean_output = _FIRST_GUESS
         self.num_outputs = 0
 
@@ -312,7 +328,7 @@ class Simulator:
         front = self._group(pool.replicas, pool.router)
         split = pool.disaggregation
         back = None if split is None else self._group(split.decode, split.router)
-        model = _Model(front, back, None if split is None else split.transfer)
+        model = _Model(front, back, split)
         self._model_of += [model] * (len(self._replicas) - len(self._model_of))
         return model
 
@@ -348,13 +364,42 @@ class Simulator:
         if model is None:
             known = ", ".join(sorted(self._models))
             raise ConfigError(f"no pool serves model {arrival.model!r}; there are: {known}")
-        output = arrival.output_tokens if model.back is None else 1
-        job = Job(arrival, number, arrival.at, output)
-        self._submit(model.front, model, job)
+        group, output = model.front, arrival.output_tokens
+        if model.back is not None:
+            if self._hands_over(model, model.back, arrival):
+                output = 1
+            else:
+                group = model.back
+        self._submit(group, model, Job(arrival, number, arrival.at, output))
+
+    def _hands_over(self, model: _Model, back: _Group, arrival: Arrival) -> bool:
+        """Whether the prompt is computed in the front group, and its answer made in the other."""
+        if model.split_above is None:
+            return True
+        demand = self._demand(model, arrival, arrival.output_tokens)
+        prompts, outputs = (
+            self._predicted(group, arrival.at).best(
+                demand, arrival.at, len(group.replicas), _look(group, arrival.at)
+            )
+            for group in (model.front, back)
+        )
+        return model.hand_overs.pays(demand, prompts, outputs, model.split_above)
+
+    def _predicted(self, group: _Group, now: float) -> PredictedRouter:
+        """Return a group's router, told what happened up to ``now``."""
+        router = group.router
+        assert isinstance(router, PredictedRouter), "checked where it is configured"
+        # a live gateway learns of first tokens as they come; here they are looked up when needed
+        for number in router.waiting():
+            request = group.jobs[number].request
+            first = None if request is None else request.first_token_time
+            if first is not None and first <= now:
+                router.first_token(number, first)
+        return router
 
     def _submit(self, group: _Group, model: _Model, job: Job) -> None:
         index = 0
-        if len(group.replicas) > 1:
+        if len(group.replicas) > 1 or model.split_above is not None:
             index = self._choose(group, model, job)
         job.weight = job.arrival.prompt_tokens + model.mean_output
         group.outstanding[index] += job.weight
@@ -367,30 +412,25 @@ class Simulator:
             self._push(due, replica)
 
     def _choose(self, group: _Group, model: _Model, job: Job) -> int:
-        router, arrival, now = group.router, job.arrival, job.inbox_at
-        if not isinstance(router, PredictedRouter):
-            return router.choose(arrival.prefix, group.outstanding)
-        # a live gateway learns of first tokens as they come; here they are looked up when needed
-        for number in router.waiting():
-            request = group.jobs[number].request
-            first = None if request is None else request.first_token_time
-            if first is not None and first <= now:
-                router.first_token(number, first)
-        demand = Demand(
+        arrival, now = job.arrival, job.inbox_at
+        if not isinstance(group.router, PredictedRouter):
+            return group.router.choose(arrival.prefix, group.outstanding)
+        router = self._predicted(group, now)
+        demand = self._demand(model, arrival, job.output_tokens)
+        group.jobs[job.number] = job
+        look = _look(group, now)
+        return router.send(job.number, demand, now, len(group.replicas), look, fetched=job.received)
+
+    def _demand(self, model: _Model, arrival: Arrival, max_tokens: int) -> Demand:
+        return Demand(
             prompt_tokens=arrival.prompt_tokens,
-            max_tokens=job.output_tokens,
+            max_tokens=max_tokens,
             output_tokens=model.mean_output,
             prefix=hash_chain(arrival.prefix),
             tokens_per_run=self._prefix_block,
             ttft=arrival.ttft,
             tpot=arrival.tpot,
         )
-        group.jobs[job.number] = job
-
-        def look(index: int) -> Pressure:
-            return _pressure(group.replicas[index], now)
-
-        return router.send(job.number, demand, now, len(group.replicas), look)
 
     def _kill(self, now: float) -> None:
         replica = max(self._replicas, key=lambda each: each.num_unfinished)
@@ -450,9 +490,15 @@ class Simulator:
         record = replica.served(job, reason=reason)
         self._num_preemptions += record.preemptions
         arrival = job.arrival
-        if job.number in self._handed:
+        before = self._handed.get(job.number)
+        if before is not None:
+            if record.first_token is not None and before.first_token is not None:
+                gap = record.first_token - before.first_token
+                model.hand_overs.saw(arrival.prompt_tokens, gap)
             record = self._joined(record, job.number)
-        elif served and model.back is not None and arrival.output_tokens > 1:
+        elif (
+            served and model.back is not None and group is model.front and arrival.output_tokens > 1
+        ):
             assert model.transfer is not None
             self._handed[job.number] = record
             ready = now + model.transfer.seconds(arrival.prompt_tokens)
@@ -469,6 +515,11 @@ class Simulator:
         self._consume(record)
         if self._again is not None and (next_one := self._again(record, now)) is not None:
             self._arrivals.add(next_one)
+
+
+def _look(group: _Group, now: float) -> Callable[[int], Pressure]:
+    """Return what fetches the report of a group's replica."""
+    return lambda index: _pressure(group.replicas[index], now)
 
 
 def _pressure(replica: Replica, now: float) -> Pressure:

@@ -201,6 +201,37 @@ def test_disaggregated_requests_wait_where_there_is_no_room() -> None:
     assert totals.num_preemptions == 0
 
 
+def test_short_prompts_are_not_handed_over() -> None:
+    steps = FixedStepTimes(0.1, 0.001)
+    prefill, decode = ReplicaSpec(engine(), steps), ReplicaSpec(engine(caching=True), steps)
+    transfer = KVTransfer(bytes_per_token=1.0, bandwidth=1e6, latency=0.0)
+
+    def pool(least: int | None) -> Pool:
+        split = Disaggregation((decode,), transfer, PredictedRouter(), least)
+        return Pool((prefill,), PredictedRouter(), split)
+
+    # the first one is running when the others come
+    workload = [Arrival(0.0, 16, 90), Arrival(3.0, 1000, 3), Arrival(3.05, 100, 3)]
+    plans: list[tuple[int, int]] = []
+    served, _ = serve(
+        workload,
+        pool(200),
+        on_plan=lambda replica, plan, now, start, end: plans.extend(
+            (replica, row.num_tokens) for row in plan.rows if row.num_tokens > 1
+        ),
+    )
+    assert [s.output_tokens for s in served] == [90, 3, 3] and {s.replica for s in served} == {1}
+    at = {replica: sum(n for r, n in plans if r == replica) for replica in (0, 1)}
+    # with the rest of the last block
+    assert at[0] == 1000 and 116 <= at[1] < 116 + 16
+    everything, _ = serve(workload, pool(None))
+    assert [s.output_tokens for s in everything] == [90, 3, 3]
+    with pytest.raises(ConfigError, match="routers that predict"):
+        Disaggregation((decode,), transfer, LeastOutstanding(), 200)
+    with pytest.raises(ConfigError, match="routers that predict"):
+        Pool((prefill,), LeastOutstanding(), pool(200).disaggregation)
+
+
 def test_decode_replicas_need_a_prefix_cache() -> None:
     spec = ReplicaSpec(engine(), FixedStepTimes(0.1))
     with pytest.raises(ConfigError, match="enable_prefix_caching"):

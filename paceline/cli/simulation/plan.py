@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import random
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int
 from paceline.cli.simulation import plan_fleet, plan_memory, plan_models
 from paceline.cli.simulation.plan_memory import report
 from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.sim.plan.split import SplitEstimate
+    from paceline.sim.step_times.spec import Source
 
 __all__ = ["add_parser"]
 
@@ -110,12 +115,16 @@ def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
     parser = plans.add_parser(
         "split",
         help="prefill and decode replicas for disaggregation",
-        description="Balance prefill and decode replicas, by arithmetic on roofline step times.",
+        description="Balance prefill and decode replicas, by arithmetic on step times; with "
+        "--ttft and --tpot, simulate whether they carry more than replicas that do both.",
     )
-    parser.add_argument("--model", required=True, metavar="NAME", help="name, or a checkpoint")
+    parser.add_argument("--model", metavar="NAME", help="name, or a checkpoint")
     plan_fleet.add_model_shape(parser)
+    parser.add_argument("--hardware", metavar="NAME", help="a known GPU; a wrong name lists them")
     parser.add_argument(
-        "--hardware", required=True, metavar="NAME", help="a known GPU; a wrong name lists them"
+        "--step-times",
+        metavar="SPEC",
+        help="instead of model and hardware, such as recorded:FILE ('paceline simulate --help')",
     )
     parser.add_argument(
         "--gpus", type=bounded_int(1), default=1, help="GPUs per replica (default 1)"
@@ -123,6 +132,20 @@ def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--prompt", type=bounded_int(1), required=True, help="tokens")
     parser.add_argument("--output", type=bounded_int(1), required=True, help="tokens")
     parser.add_argument("--tpot", metavar="TIME", help="longest decode step, such as 50ms")
+    parser.add_argument("--ttft", metavar="TIME", help="TTFT target, such as 2s: simulate")
+    parser.add_argument(
+        "--kv-bytes-per-token",
+        type=bounded_float(0.0),
+        metavar="BYTES",
+        help="keys and values of a token, for a recording (default 131072)",
+    )
+    parser.add_argument(
+        "--link",
+        type=bounded_float(0.001),
+        default=10.0,
+        metavar="GBIT",
+        help="Gbit/s between replicas (default 10)",
+    )
     parser.add_argument("--replicas", type=bounded_int(2), default=4, help="replicas (default 4)")
     parser.add_argument("--max-num-seqs", type=bounded_int(1), default=256, help="default 256")
     parser.add_argument(
@@ -136,28 +159,30 @@ def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _run_split(args: argparse.Namespace) -> int:
-    from paceline.sim.plan.models import find_model
     from paceline.sim.plan.split import estimate_split
-    from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
+    from paceline.sim.step_times.spec import open_step_times
     from paceline.sim.workload.spec import parse_seconds
 
-    card = HardwareCard.named(args.hardware)
-    times = RooflineStepTimes(
-        card, find_model(args.model, plan_fleet.given_shapes(args)), degree=args.gpus
-    )
-    # sequences are half grown on average, but the longest must fit
-    room = times.num_blocks(1) // (args.prompt + args.output // 2)
-    if times.num_blocks(1) < args.prompt + args.output:
+    if bool(args.step_times) == bool(args.model and args.hardware):
+        raise ConfigError("needs either --step-times, or --model and --hardware")
+    spec = args.step_times or f"roofline:{args.hardware},{args.model},{args.gpus}"
+    source = open_step_times(spec, models=plan_fleet.given_shapes(args))
+    room = source.num_blocks(1)
+    if room is None and source.config is not None:
+        room = source.config.cache.num_blocks * source.config.cache.block_size
+    if room is not None and room < args.prompt + args.output:
         raise ConfigError(
-            f"{times.num_blocks(1)} tokens of KV cache are too few for a request of {args.prompt} "
-            f"+ {args.output}"
+            f"{room} tokens of KV cache are too few for a request of {args.prompt} + {args.output}"
         )
+    # sequences are half grown on average, but the longest must fit
+    most = args.max_num_seqs if room is None else room // (args.prompt + args.output // 2)
+    tpot = parse_seconds(args.tpot) if args.tpot else None
     found = estimate_split(
-        times,
+        source.times,
         prompt_tokens=args.prompt,
         output_tokens=args.output,
-        tpot=parse_seconds(args.tpot) if args.tpot else None,
-        max_batch=min(room, args.max_num_seqs),
+        tpot=tpot,
+        max_batch=max(1, min(most, args.max_num_seqs)),
         max_num_batched_tokens=args.max_num_batched_tokens,
         replicas=args.replicas,
     )
@@ -175,4 +200,53 @@ def _run_split(args: argparse.Namespace) -> int:
         ),
         ("the same, doing both", f"{found.colocated_rate:.2f} requests/s"),
     ]
-    return report(args, rows, asdict(found) | {"ratio": found.ratio})
+    told = asdict(found) | {"ratio": found.ratio}
+    if tpot is not None and args.ttft:
+        more, pays = _simulated_split(args, source, found, parse_seconds(args.ttft), tpot)
+        rows += more
+        told["simulated"] = pays
+    return report(args, rows, told)
+
+
+def _simulated_split(
+    args: argparse.Namespace, source: Source, found: SplitEstimate, ttft: float, tpot: float
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Return rows, and values by name, that say whether prompts and answers apart pay."""
+    from paceline.core.config import CacheConfig, SchedulerConfig
+    from paceline.sim.plan.apart import ApartLoad, best_ways, pool_of, split_above
+    from paceline.sim.replica import ReplicaConfig
+    from paceline.sim.simulator import KVTransfer
+
+    scheduler = SchedulerConfig(
+        max_model_len=args.prompt + args.output,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs,
+    )
+    cache = CacheConfig(block_size=16, num_blocks=source.num_blocks(16) or 1 << 16)
+    config = source.config or ReplicaConfig(scheduler=scheduler, cache=cache)
+    per_token = args.kv_bytes_per_token or source.kv_bytes_per_token or 131_072.0
+    transfer = KVTransfer(per_token, args.link * 1e9 / 8.0, 1e-3)
+    context = args.prompt + args.output // 2
+    least = split_above(source.times, tpot=tpot, batch=found.decode_batch, context=context)
+    load = ApartLoad(args.prompt, args.output, ttft, tpot)
+    ways = best_ways(
+        lambda prompts, outputs: pool_of(
+            config, lambda n: source.another(n).times, prompts, outputs, transfer, least
+        ),
+        load, args.replicas, guess=found.colocated_rate,
+    )  # fmt: skip
+    together, best = ways[0], max(ways[1:], key=lambda way: way.rate)
+    pays = best.rate > together.rate
+    rows = [
+        (f"simulated, {way.name}", f"{way.rate:.2f} requests/s" if way.rate else "never in time")
+        for way in ways
+    ]
+    if pays:
+        rows.append(("it pays", f"yes: {best.name}, split_above = {least}"))
+    else:
+        rows.append(("it pays", "no: let all replicas do both"))
+    told = {
+        "rates": {way.name: way.rate for way in ways}, "pays": pays, "best": best.name,
+        "split_above": least,
+    }  # fmt: skip
+    return rows, told

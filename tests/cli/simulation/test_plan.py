@@ -143,6 +143,30 @@ def test_split_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no card for hardware 'abacus'" in refused(capsys, *SPLIT, "--hardware", "abacus")
 
 
+TINY = ("--prompt", "400", "--output", "8", "--tpot", "60ms", "--ttft", "500ms", "--replicas", "2")
+
+
+def test_split_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    told = plan(capsys, *SPLIT, *TINY)["simulated"]
+    assert set(told["rates"]) == {"2 together", "1 : 1"} and told["best"] == "1 : 1"
+    assert told["pays"] is (told["rates"]["1 : 1"] > told["rates"]["2 together"])
+    assert told["split_above"] > 1
+    # keys and values of 400 tokens, 52 MB, take a link of 10 Mbit/s 42 s
+    slow = plan(capsys, *SPLIT, *TINY, "--link", "0.01")["simulated"]
+    more = plan(capsys, *SPLIT, *TINY, "--link", "0.01", "--kv-bytes-per-token", "1")["simulated"]
+    assert slow["rates"]["1 : 1"] < more["rates"]["1 : 1"] and not slow["pays"]
+    assert main(["plan", *SPLIT, *TINY]) == 0
+    printed = capsys.readouterr().out
+    assert "it pays" in printed and ("split_above = " in printed) is told["pays"]
+
+
+def test_split_of_other_step_times(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("split", "--prompt", "100", "--output", "20", "--tpot", "50ms")
+    assert plan(capsys, *words, "--step-times", "fixed:0.01,0.001")["prefill_rate"] == 1 / 0.11
+    assert "needs either --step-times, or --model" in refused(capsys, *words)
+    assert "needs either" in refused(capsys, *SPLIT, "--step-times", "fixed:0.01")
+
+
 LOAD = "synthetic:rate=40,prompt=fixed(1500),output=uniform(5,20),n=40"
 FLEET = ("fleet", "--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--ttft", "500ms")
 FLEET = (*FLEET, "--workload", LOAD)
