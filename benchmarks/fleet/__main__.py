@@ -8,6 +8,7 @@ Parts, each of which can be run alone (``PARTS=choice,moves``):
   next to those before it;
 * ``restart`` and ``peer``: first tokens of prompts that are read from disk after a restart, and
   fetched from another engine; see ``blocks``;
+* ``pd``: one replica for prompts and one for answers against two that do both; see ``apart``;
 * ``faults``: the counts that ``make test-fleet`` wrote, and the memory of Ray's head, two nodes and
   three actors, idle;
 * ``autoscale``: a day of ``HOURS`` (4) in the simulator, which the controller of ``paceline fleet``
@@ -37,6 +38,7 @@ import httpx
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.fleet import blocks
+from benchmarks.fleet.apart import apart
 from benchmarks.fleet.choice import choice_ms
 from benchmarks.fleet.faults import FOUND
 from benchmarks.fleet.live import KEY, Fleet, Streams, running_fleet
@@ -47,11 +49,8 @@ from paceline.bench.machine import machine
 __all__ = ["main"]
 
 PARTS: Final = (
-    "choice", "moves", "roll", "restart", "peer", "faults", "autoscale", "sim", "ray_serve",
+    "choice", "moves", "roll", "restart", "peer", "pd", "faults", "autoscale", "sim", "ray_serve",
 )  # fmt: skip
-_NOT_HERE: Final = {
-    "pd": "replicas have no roles yet",
-}
 _STREAMS: Final = 32
 _HEADERS: Final = {"Authorization": f"Bearer {KEY}"}
 # a slot for each stream and a rest: about 70 % of three replicas with 16 slots
@@ -149,6 +148,7 @@ def main() -> int:
         "roll": roll,
         "restart": lambda: asyncio.run(blocks.restart()),
         "peer": lambda: asyncio.run(blocks.hit()),
+        "pd": apart,
         "faults": _faults,
         "autoscale": lambda: autoscale(hours),
         "sim": lambda: thousand(*size),
@@ -167,7 +167,7 @@ def main() -> int:
     if "sim" in results:
         results["sim_1000_s"] = results["sim"]["seconds"] if not quick else None
     left_out = {part: "not among PARTS" for part in PARTS if part not in parts}
-    told = {**_NOT_HERE, **left_out, **unmeasured.reasons}
+    told = {**left_out, **unmeasured.reasons}
     print(json.dumps({
         "bench": "fleet", "machine": machine(), "results": results, "unmeasured": told,
     }))  # fmt: skip

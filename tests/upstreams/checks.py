@@ -24,6 +24,7 @@ from benchmarks.common.processes import Process
 from paceline.gateway import EngineConfig, Gateway, GatewayConfig
 from paceline.gateway.settings.config import EngineKind
 from paceline.gateway.settings.engine_types import KINDS, scan
+from paceline.routing import Role
 from tests.gateway.helpers import gateway_over
 
 __all__ = ["CHECKS", "CheckFailedError", "Pair"]
@@ -65,11 +66,13 @@ class Pair:
     model: str
 
     @asynccontextmanager
-    async def gateway(self, **fields: Any) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    async def gateway(
+        self, *, roles: tuple[Role, Role] = ("both", "both"), **fields: Any
+    ) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
         """A new one before both, which sends to the first."""
         engines = tuple(
-            EngineConfig(name=name, url=f"http://127.0.0.1:{port}")
-            for name, port in zip(("a", "b"), self.ports, strict=True)
+            EngineConfig(name=name, url=f"http://127.0.0.1:{port}", role=role)
+            for name, port, role in zip(("a", "b"), self.ports, roles, strict=True)
         )
         config = GatewayConfig(
             engines=engines, poll_interval=0.2, poll_timeout=3.0, spend_storage="", **fields
@@ -204,6 +207,24 @@ async def usage(pair: Pair) -> str:
     return "as it is"
 
 
+async def apart(pair: Pair) -> str:
+    """A prompt is asked of an engine that has no connector, and computed by the other one."""
+    if pair.kind != "vllm":
+        return "not of this kind"
+    roles: tuple[Role, Role] = ("prompts", "outputs")
+    async with pair.gateway(roles=roles, split_above=1) as (gateway, client):
+        body = pair.body(CHAT)
+        told = await _stream(client, CHAT, body)
+        answer = (await client.post(CHAT, json=body, timeout=120)).json()
+        text = answer["choices"][0]["message"]["content"]
+        metrics = gateway.metrics.render((), 0, 0.0)
+        _must(told.done and told.text == text, f"{told.text!r} is not {text!r}")
+        failed = scan(metrics.encode(), "paceline:gateway_handed_total")
+        _must(failed == 2, f"{failed} prompts were asked for")
+        _must(not gateway.upstreams.by_name["a"].num_misses, "the first engine is gone")
+    return "computed by the other one"
+
+
 async def too_long(pair: Pair) -> str:
     body = pair.body(CHAT, messages=[{"role": "user", "content": "word " * 40_000}])
     async with pair.gateway() as (_, client):
@@ -329,6 +350,7 @@ CHECKS: Final[Mapping[str, Callable[[Pair], Awaitable[str]]]] = {
     "Responses, streamed": streamed(RESPONSES),
     "Messages, streamed": streamed(MESSAGES),
     "usage of a stream": usage,
+    "a prompt for the other engine": apart,
     "a prompt that is too long": too_long,
     "the caller hangs up": hang_up,
     "stopped before the first word": before_a_word,
