@@ -177,7 +177,7 @@ def _simulated(source: Source) -> dict[str, dict[str, Any]]:
 
     told: dict[str, dict[str, Any]] = {}
     for name, (ttft, tpot) in TARGETS.items():
-        load = ApartLoad(PROMPT, OUTPUT, ttft, tpot, seconds=2.0 * SECONDS, seed=3)
+        load = ApartLoad(PROMPT, OUTPUT, ttft, tpot, seed=3)
         together, split = best_ways(make, load, 2, guess=1.5)
         low = 0.1
         rate = (max(low, together.rate) * max(low, split.rate)) ** 0.5

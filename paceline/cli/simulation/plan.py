@@ -146,6 +146,12 @@ def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
         metavar="GBIT",
         help="Gbit/s between replicas (default 10)",
     )
+    parser.add_argument(
+        "--requests",
+        type=bounded_int(10),
+        default=200,
+        help="requests of a simulation (default 200)",
+    )
     parser.add_argument("--replicas", type=bounded_int(2), default=4, help="replicas (default 4)")
     parser.add_argument("--max-num-seqs", type=bounded_int(1), default=256, help="default 256")
     parser.add_argument(
@@ -226,9 +232,8 @@ def _simulated_split(
     config = source.config or ReplicaConfig(scheduler=scheduler, cache=cache)
     per_token = args.kv_bytes_per_token or source.kv_bytes_per_token or 131_072.0
     transfer = KVTransfer(per_token, args.link * 1e9 / 8.0, 1e-3)
-    context = args.prompt + args.output // 2
-    least = split_above(source.times, tpot=tpot, batch=found.decode_batch, context=context)
-    load = ApartLoad(args.prompt, args.output, ttft, tpot)
+    least = split_above(source.times, tpot)
+    load = ApartLoad(args.prompt, args.output, ttft, tpot, args.requests)
     ways = best_ways(
         lambda prompts, outputs: pool_of(
             config, lambda n: source.another(n).times, prompts, outputs, transfer, least

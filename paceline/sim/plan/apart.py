@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from paceline.routing import PredictedRouter
 from paceline.sim.plan.search import Found, Target, highest_rate
-from paceline.sim.plan.split import decode_step, prompt_step
+from paceline.sim.plan.split import prompt_step
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.metrics import Metrics, Summary
 from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec, Simulator
@@ -32,14 +32,15 @@ class ApartLoad:
     # targets of each, s
     ttft: float
     tpot: float
-    seconds: float = 40.0
+    # how many of them a simulation has
+    requests: int = 200
     seed: int = 0
 
     def spec(self, rate: float) -> str:
         """Return the workload's specification at a rate."""
         return (
             f"synthetic:rate={rate!r},prompt=fixed({self.prompt_tokens}),"
-            f"output=fixed({self.output_tokens}),seconds={self.seconds!r},"
+            f"output=fixed({self.output_tokens}),n={self.requests},"
             f"classes=both(1,ttft={self.ttft!r},tpot={self.tpot!r})"
         )
 
@@ -62,14 +63,13 @@ class Way:
         return self.found.size or 0.0
 
 
-def split_above(times: StepTimes, *, tpot: float, batch: int, context: int) -> int:
-    """Return the fewest prompt tokens whose computation does not fit between two tokens of the
-    streams at a replica: those are worth computing elsewhere."""
-    slack = tpot - times.seconds(decode_step(batch, context))
+def split_above(times: StepTimes, tpot: float) -> int:
+    """Return the fewest prompt tokens whose computation alone takes longer than the target of a
+    token: in one piece they would make each stream of the replica miss it."""
     low, high = 1, _MOST_PROMPT
     while low < high:
         middle = (low + high) // 2
-        if times.seconds(prompt_step(0, middle)) > slack:
+        if times.seconds(prompt_step(0, middle)) > tpot:
             high = middle
         else:
             low = middle + 1
@@ -126,7 +126,7 @@ def best_ways(
             outputs,
             highest_rate(
                 lambda rate, p=prompts, o=outputs: run(p, o, rate),  # type: ignore[misc]
-                Target(attainment), low=guess / 8.0, high=guess * 4.0, precision=0.06,
+                Target(attainment), low=guess / 4.0, high=guess * 4.0, precision=0.06,
             ),
         )
         for prompts, outputs in ways

@@ -143,21 +143,30 @@ def test_split_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no card for hardware 'abacus'" in refused(capsys, *SPLIT, "--hardware", "abacus")
 
 
-TINY = ("--prompt", "400", "--output", "8", "--tpot", "60ms", "--ttft", "500ms", "--replicas", "2")
+APART = ("split", "--step-times", "fixed:0.01,0.001", "--prompt", "64", "--output", "5")
+APART = (*APART, "--ttft", "500ms", "--replicas", "2", "--requests", "50", "--tpot")
 
 
 def test_split_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    told = plan(capsys, *SPLIT, *TINY)["simulated"]
-    assert set(told["rates"]) == {"2 together", "1 : 1"} and told["best"] == "1 : 1"
-    assert told["pays"] is (told["rates"]["1 : 1"] > told["rates"]["2 together"])
-    assert told["split_above"] > 1
-    # keys and values of 400 tokens, 52 MB, take a link of 10 Mbit/s 42 s
-    slow = plan(capsys, *SPLIT, *TINY, "--link", "0.01")["simulated"]
-    more = plan(capsys, *SPLIT, *TINY, "--link", "0.01", "--kv-bytes-per-token", "1")["simulated"]
-    assert slow["rates"]["1 : 1"] < more["rates"]["1 : 1"] and not slow["pays"]
-    assert main(["plan", *SPLIT, *TINY]) == 0
-    printed = capsys.readouterr().out
-    assert "it pays" in printed and ("split_above = " in printed) is told["pays"]
+    loose = plan(capsys, *APART, "59.5ms")["simulated"]
+    assert set(loose["rates"]) == {"2 together", "1 : 1"} and loose["best"] == "1 : 1"
+    # 50 tokens take 60 ms
+    assert loose["split_above"] == 50 and not loose["pays"]
+    assert loose["rates"]["1 : 1"] < loose["rates"]["2 together"]
+    # a prompt of 64 takes 74 ms, which streams at 29.5 ms a token cannot wait for
+    tight = plan(capsys, *APART, "29.5ms")["simulated"]
+    assert tight["split_above"] == 20 and tight["pays"]
+    assert tight["rates"]["1 : 1"] > tight["rates"]["2 together"]
+
+
+@pytest.mark.thorough
+def test_a_split_needs_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    # keys and values of a prompt, 8 MB, take a link of 10 Mbit/s 6.7 s
+    link = (*APART, "29.5ms", "--link", "0.01")
+    assert main(["plan", *link]) == 0
+    assert "no: let all replicas do both" in capsys.readouterr().out
+    assert main(["plan", *link, "--kv-bytes-per-token", "1"]) == 0
+    assert "yes: 1 : 1, split_above = 20" in capsys.readouterr().out
 
 
 def test_split_of_other_step_times(capsys: pytest.CaptureFixture[str]) -> None:
