@@ -69,6 +69,8 @@ class FleetRouter(PredictedRouter):
         now: float,
         count: int,
         look: Callable[[int], Pressure],
+        *,
+        fetched: bool = False,
     ) -> int:
         if not self.loads:
             self.loads = [EngineLoad(str(place)) for place in range(count)]
@@ -85,7 +87,7 @@ class FleetRouter(PredictedRouter):
             self._poll(place, now, look)
         views = [self.loads[place].view(demand, now) for place in places]
         chosen = choose(views, demand, self._pick_draw)
-        return self.dispatch(number, places[chosen], views[chosen], demand, now)
+        return self.dispatch(number, places[chosen], views[chosen], demand, now, fetched=fetched)
 
     def killed(self, index: int) -> None:
         """Take a replica for gone at once, as a closed connection says so; the controller replaces

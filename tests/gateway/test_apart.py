@@ -51,7 +51,7 @@ PARAMS = {"remote_engine_id": "p-1", "remote_block_ids": [[1, 2]], "remote_port"
 
 
 def whole(**more: Any) -> Step:
-    usage = {"prompt_tokens": 8, "completion_tokens": 1, "total_tokens": 9}
+    usage: dict[str, Any] = {"prompt_tokens": 8, "completion_tokens": 1, "total_tokens": 9}
     usage["prompt_tokens_details"] = {"cached_tokens": more.pop("cached", 0)}
     message = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}
     body = {"id": "x", "model": "m", "choices": [message], "usage": usage, **more}
