@@ -229,10 +229,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"runs": [result.entry for result in results]}))
         return 0
-    from paceline.sim.report.table import side_by_side
+    from paceline.sim.report.table import minutes, side_by_side
 
     print(side_by_side([result.summary for result in results]))
     for result in results:
+        if by_minute := minutes(result.summary):
+            print(f"{result.summary.name}: {by_minute}")
         used = ", ".join(f"{share:.0%}" for share in result.entry["utilisation"])
         print(
             f"{result.summary.name}: backends busy {used}; requests of up to "

@@ -75,7 +75,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """The requests of one SLO class."""
+    """The requests of one SLO class, or of one minute."""
 
     requests: int
     met: int
@@ -143,13 +143,16 @@ class Summary:
     # refused requests by reason, the most frequent first
     refusals: Mapping[str, int] = field(default_factory=dict)
     by_tenant: Mapping[str, TenantSummary] = field(default_factory=dict)
+    # the requests by the minute in which they arrived, "0" and on; minutes without any are left out
+    by_minute: Mapping[str, ClassSummary] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for json.dumps, with attainment per class and tenant."""
+        """Return plain values for json.dumps, with attainment per class, tenant and minute."""
         values = asdict(self)
         groups: tuple[tuple[str, Mapping[str, ClassSummary | TenantSummary]], ...] = (
             ("by_class", self.by_class),
             ("by_tenant", self.by_tenant),
+            ("by_minute", self.by_minute),
         )
         for key, entries in groups:
             values[key] = {
@@ -231,8 +234,9 @@ class Metrics:
         self._lengths = array("q")
         self._gaps = _Gaps()
         self._slos: dict[tuple[float | None, float | None, float | None], Slo] = {}
-        # per class: requests, met, refused
+        # per class, and per minute of arrival: requests, met, refused
         self._classes: dict[str, list[int]] = {}
+        self._minutes: dict[int, list[int]] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._refusals: Counter[str] = Counter()
         self._preemptions = 0
@@ -245,7 +249,9 @@ class Metrics:
         """Add one finished or refused request."""
         arrival = served.arrival
         counts = self._classes.setdefault(arrival.slo_class, [0, 0, 0])
+        minute = self._minutes.setdefault(int(arrival.at // 60.0), [0, 0, 0])
         counts[0] += 1
+        minute[0] += 1
         tenant = self._tenants.get(arrival.tenant)
         if tenant is None:
             tenant = self._tenants[arrival.tenant] = _Tenant()
@@ -255,6 +261,7 @@ class Metrics:
         self._preemptions += served.preemptions
         if served.refused:
             counts[2] += 1
+            minute[2] += 1
             tenant.refused += 1
             self._refusals[served.reason or "refused"] += 1
             return
@@ -282,6 +289,7 @@ class Metrics:
             self._wasted_tokens += served.output_tokens
         else:
             counts[1] += 1
+            minute[1] += 1
             tenant.met += 1
 
     def add_gap(self, seconds: float, count: int = 1) -> None:
@@ -351,6 +359,10 @@ class Metrics:
             arriving=arriving,
             refusals=dict(self._refusals.most_common()),
             by_tenant={name: self._tenants[name].summary() for name in sorted(self._tenants)},
+            by_minute={
+                str(minute): ClassSummary(*self._minutes[minute])
+                for minute in sorted(self._minutes)
+            },
             cost=None if price_per_hour is None else cost_per_million(token_rate, price_per_hour),
         )
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from paceline.sim.report.metrics import Distribution, Summary
 
-__all__ = ["comparison", "side_by_side", "text_table"]
+__all__ = ["comparison", "minutes", "side_by_side", "text_table"]
 
 _Cell = Callable[[Summary], str]
 # most tenants with rows of their own; JSON has all
 _MOST_TENANTS = 8
+# most minutes that are printed; JSON has all
+_MOST_MINUTES = 60
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
@@ -45,6 +47,20 @@ def comparison(runs: Sequence[Summary]) -> list[list[str]]:
         if any(text != "-" for text in cells):
             rows.append([label, *cells])
     return rows
+
+
+def minutes(run: Summary) -> str:
+    """Return a line with the share within targets of each minute of arrival; "" if there is only
+    one minute."""
+    if len(run.by_minute) < 2:
+        return ""
+    count = 1 + max(map(int, run.by_minute))
+    shares = [
+        f"{100 * run.by_minute[minute].attainment:.0f}" if minute in run.by_minute else "-"
+        for minute in map(str, range(min(count, _MOST_MINUTES)))
+    ]
+    more = f", and {count - _MOST_MINUTES} minutes more" if count > _MOST_MINUTES else ""
+    return f"attainment % by minute of arrival: {' '.join(shares)}{more}"
 
 
 def _rows(runs: Sequence[Summary]) -> list[tuple[str, _Cell]]:

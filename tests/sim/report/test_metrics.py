@@ -13,7 +13,7 @@ import pytest
 
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.report.metrics import Metrics, cost_per_million
-from paceline.sim.report.table import side_by_side
+from paceline.sim.report.table import minutes, side_by_side
 
 
 def served(
@@ -64,6 +64,22 @@ def test_a_run_by_hand() -> None:
     assert run.wasted_tokens == pytest.approx(11 / 23)
     # 23 tokens in 3 s at 0.001 a second
     assert run.cost == pytest.approx(0.001 / (23 / 3) * 1e6)
+
+
+def test_minutes_are_those_of_arrival() -> None:
+    metrics = Metrics()
+    metrics.add(served(59.0, 61.0, 62.0, ttft=3.0))
+    metrics.add(served(59.5, 65.0, 66.0, ttft=3.0))
+    assert minutes(metrics.summary()) == ""
+    metrics.add(served(130.0, None, None, 0, refused=True))
+    run = metrics.summary()
+    assert minutes(run) == "attainment % by minute of arrival: 50 - 0"
+    assert run.as_json()["by_minute"] == {
+        "0": {"requests": 2, "met": 1, "refused": 0, "attainment": 0.5},
+        "2": {"requests": 1, "met": 0, "refused": 1, "attainment": 0.0},
+    }
+    metrics.add(served(3 * 3600.0, 3 * 3600.5, 3 * 3600.6))
+    assert minutes(metrics.summary()).endswith("-, and 121 minutes more")
 
 
 def test_percentiles_are_of_all_values() -> None:
