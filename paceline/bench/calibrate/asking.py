@@ -19,8 +19,12 @@ import msgspec
 from paceline.bench.calibrate.labels import Label
 from paceline.errors import ConfigError
 from paceline.files import private_opener
+from paceline.gateway.cascade.prompt import read_prompt
+from paceline.gateway.cascade.signals import embedding_of, request_of_embedding, sample_fields
 
-__all__ = ["Answers", "AskError", "Source", "ask", "ask_all"]
+__all__ = [
+    "Answers", "AskError", "Source", "ask", "ask_all", "ask_embedding", "ask_samples",
+]  # fmt: skip
 
 # seconds for one answer
 _TIMEOUT: Final = 600.0
@@ -75,17 +79,37 @@ class Source(msgspec.Struct, frozen=True):
         return dict(found[0])
 
 
-def ask(source: Source, label: Label, *, logprobs: bool) -> dict[str, Any]:
-    """Return a whole answer. Raises AskError."""
+def ask(
+    source: Source, label: Label, *, logprobs: bool, perplexity: bool = False
+) -> dict[str, Any]:
+    """Return a whole answer, with ``perplexity`` also log-probabilities of the prompt. Raises
+    AskError."""
     body = label.body(source.model)
     if logprobs:
         try:
             more = {"logprobs": True, "top_logprobs": _TOP}
+            more |= {"prompt_logprobs": 0} if perplexity else {}
             return _checked(source, source.fetch("/chat/completions", {**body, **more}))
         except AskError as error:
             if "logprob" not in str(error):
                 raise
     return _checked(source, source.fetch("/chat/completions", body))
+
+
+def ask_samples(source: Source, label: Label, samples: int) -> dict[str, Any]:
+    """Return further answers. Raises AskError."""
+    body = label.body(source.model) | sample_fields(samples)
+    return _checked(source, source.fetch("/chat/completions", body))
+
+
+def ask_embedding(source: Source, label: Label) -> dict[str, Any]:
+    """Return the vector of a label's prompt. Raises AskError."""
+    prompt = read_prompt(label.as_read(), "")
+    text = "" if prompt is None else prompt.text
+    found = source.fetch("/embeddings", request_of_embedding(text, source.model))
+    if not embedding_of(msgspec.json.encode(found)):
+        raise AskError(f"{source.url} answers without an embedding")
+    return dict(found)
 
 
 def _checked(source: Source, answer: Any) -> dict[str, Any]:

@@ -11,11 +11,25 @@ from numpy.typing import NDArray
 
 from paceline.bench.calibrate.curves import Outcomes
 from paceline.bench.calibrate.labels import Label
-from paceline.gateway.cascade.answer import Said, fault_of, features_of, read_said
+from paceline.gateway.cascade.answer import (
+    Said,
+    agreement_of,
+    fault_of,
+    features_of,
+    read_said,
+)
 from paceline.gateway.cascade.prompt import Prompt, read_prompt
-from paceline.gateway.settings.calibration import Calibration, Fitted, Side
+from paceline.gateway.cascade.signals import embedding_of
+from paceline.gateway.settings.calibration import Calibration, Fitted, Side, Signals
 from paceline.gateway.settings.cascade import Mode
-from paceline.routing.cascade import Features, Scorer, fit_scorer
+from paceline.routing.cascade import (
+    Features,
+    Forest,
+    Scorer,
+    fit_forest,
+    fit_scorer,
+    has_forests,
+)
 
 __all__ = [
     "MODES",
@@ -32,6 +46,7 @@ MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 # share of the labels that scorers are fitted on; thresholds are picked on the others
 _FIT_SHARE: Final = 0.5
 _PENALTY: Final = 1.0
+_NO_SIGNALS: Final = Signals()
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -58,13 +73,30 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measured(
-    label: Label, answer: Mapping[str, Any], small: float, large: float
+    label: Label,
+    answer: Mapping[str, Any],
+    small: float,
+    large: float,
+    *,
+    samples: Mapping[str, Any] | None = None,
+    embedding: Mapping[str, Any] | None = None,
 ) -> Measured | None:
-    """Return a label with its figures; None: the small answer cannot be read."""
+    """Return a label with its figures; None: the small answer cannot be read.
+
+    Args:
+        samples: answer with further choices of the small model.
+        embedding: answer with the vector of the prompt.
+    """
     prompt = read_prompt(label.as_read(), "")
     said = None if prompt is None else read_said(msgspec.json.encode(answer), prompt)
     if prompt is None or said is None:
         return None
+    if samples is not None:
+        share = agreement_of(msgspec.json.encode(samples), said, prompt)
+        said = msgspec.structs.replace(said, agreement=share)
+    if embedding is not None:
+        found = embedding_of(msgspec.json.encode(embedding))
+        prompt = msgspec.structs.replace(prompt, embedding=found)
     return Measured(label, prompt, said, small, large)
 
 
@@ -75,16 +107,17 @@ def outcomes_of(rows: Sequence[Measured]) -> Outcomes:
     )
 
 
-def fit(rows: Sequence[Measured], mode: Mode, first: int) -> Scorer:
-    """Fit a scorer; answers with an exact fault never reach one."""
+def fit(rows: Sequence[Measured], mode: Mode, first: int) -> Scorer | Forest:
+    """Fit a scorer, a forest where scikit-learn is installed; answers with an exact fault never
+    reach one."""
     judged = [row for row in rows if not row.fault(mode, first)] or rows
-    return fit_scorer(
-        [row.features(mode, first) for row in judged], [row.is_good for row in judged], _PENALTY
-    )
+    samples = [row.features(mode, first) for row in judged]
+    fitted = fit_forest if has_forests() else fit_scorer
+    return fitted(samples, [row.is_good for row in judged], _PENALTY)
 
 
 def scores_of(
-    scorer: Scorer, rows: Sequence[Measured], mode: Mode, first: int
+    scorer: Scorer | Forest, rows: Sequence[Measured], mode: Mode, first: int
 ) -> NDArray[np.float64]:
     """Return the scores as the gateway decides: 0 for an answer with an exact fault."""
     return np.array(
@@ -112,6 +145,7 @@ def calibrate(
     first: int,
     seed: int = 0,
     labels: Literal["checked", "shadow"] = "checked",
+    signals: Signals = _NO_SIGNALS,
 ) -> Calibration:
     """Fit scorers on one part of the labels, and score the others for the thresholds; ``labels``:
     what told which answers are good."""
@@ -125,7 +159,9 @@ def calibrate(
     for mode in modes:
         scorer = fit(fitting, mode, first)
         scores = scores_of(scorer, held, mode, first)
-        found[mode] = Fitted(scorer.to_bytes(), scores.tolist(), losses)
+        forest = scorer.to_bytes() if isinstance(scorer, Forest) else b""
+        linear = scorer.linear if isinstance(scorer, Forest) else scorer
+        found[mode] = Fitted(linear.to_bytes(), scores.tolist(), losses, forest)
     return Calibration(
         small=small,
         large=large,
@@ -133,4 +169,5 @@ def calibrate(
         num_labels=len(rows),
         fitted=found,
         labels=labels,
+        signals=signals,
     )

@@ -75,13 +75,20 @@ def run(args: argparse.Namespace) -> int:
 
     import msgspec
 
-    from paceline.bench.calibrate.asking import Answers, AskError, ask, ask_all
+    from paceline.bench.calibrate.asking import (
+        Answers,
+        AskError,
+        ask,
+        ask_all,
+        ask_embedding,
+        ask_samples,
+    )
     from paceline.bench.calibrate.fitting import calibrate
     from paceline.bench.calibrate.labels import read_labels
     from paceline.bench.calibrate.report import report
     from paceline.bench.calibrate.shadows import read_shadows
     from paceline.files import write_private
-    from paceline.gateway.settings.calibration import Side, digest_of
+    from paceline.gateway.settings.calibration import Side, Signals, digest_of
     from paceline.gateway.settings.config import read_config
 
     config = read_config(args.config)
@@ -95,9 +102,12 @@ def run(args: argparse.Namespace) -> int:
     labels = [] if args.shadow else read_labels(args.labels)
     if args.shadow and not model.cascade.shadow_file:
         raise ConfigError(f"model {model.name}: its cascade has no shadow_file")
-    small_model = next(each for each in config.models if each.name == model.cascade.small)
+    cascade = model.cascade
+    if args.shadow and cascade.embeddings:
+        raise ConfigError("--shadow: embeddings need labels, as no shadow traffic has any")
+    small_model = next(each for each in config.models if each.name == cascade.small)
     sources = {"small": _source(config, small_model), "large": _source(config, model)}
-    sides = {}
+    sides, kept_as = {}, {}
     answers = Answers(output.with_suffix(".answers.jsonl"))
     failed: list[str] = []
     for side, source in sources.items():
@@ -108,10 +118,24 @@ def run(args: argparse.Namespace) -> int:
         sides[side] = Side(source.model, digest_of(entry), entry)
         # answers of another model, format or template are other answers
         kept = f"{side} {sides[side].digest}"
-        asking = partial(ask, source, logprobs=side == "small")
-        failed += ask_all(kept, labels, answers, asking, _told(side))
-    kept_as = {name: f"{name} {side.digest}" for name, side in sides.items()}
-    rows, unchecked = _measure(labels, answers, kept_as)
+        is_small = side == "small"
+        perplexity = cascade.perplexity and is_small
+        kept += " perplexity" * perplexity
+        asking = partial(ask, source, logprobs=is_small, perplexity=perplexity)
+        kept_as[side] = kept
+        failed += ask_all(kept, labels, answers, asking, _told(f"{side} model"))
+    if cascade.samples:
+        kept_as["samples"] = f"samples {cascade.samples} {sides['small'].digest}"
+        drawing = partial(ask_samples, sources["small"], samples=cascade.samples)
+        told = _told("further answers")
+        failed += ask_all(kept_as["samples"], labels, answers, drawing, told)
+    if cascade.embeddings:
+        other = next(each for each in config.models if each.name == cascade.embeddings)
+        kept_as["embedding"] = f"embedding {cascade.embeddings}"
+        embedding = partial(ask_embedding, _source(config, other))
+        told = _told("embeddings")
+        failed += ask_all(kept_as["embedding"], labels, answers, embedding, told)
+    rows, unchecked = _measure(labels, answers, kept_as, perplexity=cascade.perplexity)
     if args.shadow:
         rows, others = read_shadows(Path(model.cascade.shadow_file), sides["small"], sides["large"])
         if others:
@@ -134,6 +158,12 @@ def run(args: argparse.Namespace) -> int:
         sides["large"],
         model.cascade.prefix_tokens,
         labels="shadow" if args.shadow else "checked",
+        signals=Signals(
+            samples=cascade.samples,
+            perplexity=cascade.perplexity,
+            embeddings=cascade.embeddings,
+            num_values=len(rows[0].prompt.embedding),
+        ),
     )
     assert made, "there are labels enough"
     for line in report(rows, made, model.cascade.max_loss):
@@ -146,12 +176,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _told(side: str) -> Callable[[int, int], None]:
+def _told(what: str) -> Callable[[int, int], None]:
     """Return a function that prints how far the asking is."""
 
     def told(done: int, count: int) -> None:
         if done == count or done % 20 == 0:
-            print(f"{side} model: {done} of {count}", file=sys.stderr)
+            print(f"{what}: {done} of {count}", file=sys.stderr)
 
     return told
 
@@ -200,7 +230,7 @@ def _source(config: GatewayConfig, model: ModelConfig) -> Source:
 
 
 def _measure(
-    labels: Sequence[Label], answers: Answers, sides: dict[str, str]
+    labels: Sequence[Label], answers: Answers, sides: dict[str, str], *, perplexity: bool
 ) -> tuple[list[Measured], list[str]]:
     """Check all answers; return the labels with both checked, and what went wrong."""
     from concurrent.futures import ThreadPoolExecutor
@@ -218,9 +248,15 @@ def _measure(
             good = quality(label, text_of(small)), quality(label, text_of(large))
         except CheckFailedError as error:
             return f"label {number}: {error}"
-        return (
-            measured(label, small, *good) or f"label {number}: the small answer is none of a chat"
-        )
+        if any(found[name] is None for name in sides):
+            return None
+        samples, embedding = found.get("samples"), found.get("embedding")
+        row = measured(label, small, *good, samples=samples, embedding=embedding)
+        if row is None:
+            return f"label {number}: the small answer is none of a chat"
+        if perplexity and row.said.prompt_logprob is None:
+            return f"label {number}: the small model's engine tells no prompt_logprobs"
+        return row
 
     with ThreadPoolExecutor(4) as pool:
         told = list(pool.map(one, enumerate(labels, 1)))

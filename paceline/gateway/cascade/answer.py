@@ -16,13 +16,16 @@ from paceline.routing.cascade import (
     Answer,
     Features,
     Token,
+    agree,
     confidence_of,
     exact_fault,
+    form_of_answer,
     is_refusal,
 )
 
 __all__ = [
     "Said",
+    "agreement_of",
     "events_of",
     "fault_of",
     "features_of",
@@ -73,6 +76,8 @@ class _Choice(msgspec.Struct):
 
 class _Whole(msgspec.Struct):
     choices: list[_Choice]
+    # for each token but the first, the log-probability by its number
+    prompt_logprobs: list[dict[str, _Top] | None] | None = None
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -80,13 +85,20 @@ class Said(msgspec.Struct, frozen=True):
 
     answer: Answer
     tokens: Sequence[Token]
+    # share of further answers that say the same; None: none was drawn
+    agreement: float | None = None
+    # mean log-probability of the prompt's tokens; None: it was not told
+    prompt_logprob: float | None = None
 
 
-def with_logprobs(body: Body, *, stream: bool) -> Body:
-    """Return a request that also asks for log-probabilities."""
+def with_logprobs(body: Body, *, stream: bool, of_prompt: bool = False) -> Body:
+    """Return a request that also asks for log-probabilities, with ``of_prompt`` for those of the
+    prompt too."""
     body = without_logprobs(body, stream=stream)
     top = max(_TOP, _asked_top(body))
     fields = {**body.fields, "logprobs": b"true", "top_logprobs": b"%d" % top}
+    if of_prompt:
+        fields.setdefault("prompt_logprobs", b"0")
     return msgspec.structs.replace(body, fields=fields)
 
 
@@ -118,12 +130,28 @@ def tokens_of(logprobs: Any) -> list[Token]:
 def read_said(data: bytes, prompt: Prompt) -> Said | None:
     """Read a whole answer; None: it is none of a chat."""
     try:
-        choice = msgspec.json.decode(data, type=_Whole).choices[0]
-        tokens = tokens_of(choice.logprobs)
+        whole = msgspec.json.decode(data, type=_Whole)
+        tokens = tokens_of(whole.choices[0].logprobs)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError):
         return None
+    told = [next(iter(each.values())).logprob for each in whole.prompt_logprobs or () if each]
+    prompt_logprob = sum(told) / len(told) if told else None
+    return Said(_answer_of(whole.choices[0], prompt), tokens, None, prompt_logprob)
+
+
+def agreement_of(data: bytes, said: Said, prompt: Prompt) -> float | None:
+    """Return the share of an answer's choices that say what ``said`` says; None: it has none."""
+    try:
+        choices = msgspec.json.decode(data, type=_Whole).choices
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    same = [agree(said.answer, _answer_of(choice, prompt)) for choice in choices]
+    return sum(same) / len(same) if same else None
+
+
+def _answer_of(choice: _Choice, prompt: Prompt) -> Answer:
     message = choice.message
-    answer = Answer(
+    return Answer(
         text=message.content or "",
         finish_reason=choice.finish_reason or "stop",
         refusal=message.refusal or "",
@@ -133,7 +161,6 @@ def read_said(data: bytes, prompt: Prompt) -> Said | None:
         wants_json=prompt.wants_json,
         schema=prompt.schema,
     )
-    return Said(answer, tokens)
 
 
 def fault_of(said: Said, mode: Mode, first: int) -> str:
@@ -155,7 +182,12 @@ def features_of(prompt: Prompt, said: Said | None, mode: Mode, first: int) -> Fe
     dense = prompt.form()
     if said is not None:
         tokens = said.tokens if mode == "cascade" else said.tokens[:first]
-        dense = np.concatenate((dense, confidence_of(tokens, first)))
+        parts = [dense, confidence_of(tokens, first)]
+        if mode == "cascade":
+            extra = [v for v in (said.agreement, said.prompt_logprob) if v is not None]
+            told = form_of_answer(said.answer.text, prompt.text)
+            parts += [told, np.array(extra, np.float32)]
+        dense = np.concatenate(parts)
     return Features(prompt.ngrams(), dense)
 
 
@@ -167,6 +199,8 @@ def shown(whole: dict[str, Any], body: Body, note: Mapping[str, Any] | None) -> 
         note: what the gateway did; None: a later chunk says it.
     """
     wants = body.fields.get("logprobs") == b"true"
+    if body.fields.get("prompt_logprobs", b"null") == b"null":
+        whole.pop("prompt_logprobs", None)
     for choice in whole.get("choices") or ():
         told = choice.get("logprobs")
         if told is None:

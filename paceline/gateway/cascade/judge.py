@@ -12,7 +12,13 @@ from paceline.errors import ConfigError
 from paceline.gateway.cascade.answer import Said, fault_of, features_of
 from paceline.gateway.cascade.prompt import Prompt
 from paceline.gateway.routing.routes import Endpoint, Route
-from paceline.gateway.settings.calibration import Calibration, Fitted, digest_of, read_calibration
+from paceline.gateway.settings.calibration import (
+    Calibration,
+    Fitted,
+    Signals,
+    digest_of,
+    read_calibration,
+)
 from paceline.gateway.settings.cascade import CascadeConfig, Mode
 from paceline.gateway.upstreams.upstream import UpstreamModel
 from paceline.routing.cascade import (
@@ -54,8 +60,8 @@ class Decision(msgspec.Struct, frozen=True):
 class _Scale:
     """Scorer of one mode, and its threshold."""
 
-    def __init__(self, config: CascadeConfig, mode: Mode, fitted: Fitted) -> None:
-        self._scorer, self._mode = fitted.scorer(mode), mode
+    def __init__(self, config: CascadeConfig, mode: Mode, fitted: Fitted, signals: Signals) -> None:
+        self._scorer, self._mode = fitted.scorer(mode, signals), mode
         strict = pick_threshold(fitted.scores, fitted.losses, config.max_loss)
         under = config.under_load
         most = config.max_loss if under is None else under.max_loss
@@ -97,11 +103,17 @@ class Judge:
         self._fitting: dict[tuple[str, str], UpstreamModel] = {}
         # log-probabilities are used, and the small engine tells them as far as is known
         self.asks_logprobs = False
+        self._signals = Signals()
         if config.calibration:
             self._calibration = read_calibration(Path(config.calibration), config.prefix_tokens)
+            self._signals = self._calibration.signals
+            if why := self._signals.differ(config):
+                raise ConfigError(
+                    f"model {model}: calibration {config.calibration} {why}: calibrate again"
+                )
             for mode, fitted in self._calibration.fitted.items():
                 try:
-                    self._scales[mode] = _Scale(config, mode, fitted)
+                    self._scales[mode] = _Scale(config, mode, fitted, self._signals)
                 except ConfigError as error:
                     raise ConfigError(
                         f"model {model}: calibration {config.calibration}, mode {mode}: {error}"
@@ -141,7 +153,7 @@ class Judge:
     def is_grey(self, prompt: Prompt, wait: float) -> bool:
         """Whether a prompt alone leaves it open which model will answer."""
         scale = self._scales.get("route")
-        if scale is None or not self.config.early_prefill:
+        if scale is None or not self.config.early_prefill or not self._is_embedded(prompt):
             return False
         distance = abs(scale.score(prompt, None) - scale.threshold(wait))
         return distance <= self.config.early_prefill
@@ -175,16 +187,30 @@ class Judge:
     ) -> Decision:
         if not self._scales:
             return Decision(True, "no fault")
-        if said.tokens and mode in self._scales:
+        if self._is_complete(said, mode):
             return self._decide(mode, prompt, said, wait)
         # each score is seen once
         return known or self.by_prompt(prompt, wait)
 
     def _decide(self, mode: Mode, prompt: Prompt, said: Said | None, wait: float) -> Decision:
         scale, self._wait = self._scales[mode], wait
+        if not self._is_embedded(prompt):
+            return Decision(False, "no embedding")
         score, threshold = scale.score(prompt, said), self._threshold(mode)
         scale.drift.saw(score)
         return Decision(score >= threshold, "score", score, threshold)
+
+    def _is_embedded(self, prompt: Prompt) -> bool:
+        return len(prompt.embedding) == self._signals.num_values
+
+    def _is_complete(self, said: Said, mode: Mode) -> bool:
+        """Whether an answer came with all signals that its mode is scored by."""
+        if not said.tokens or mode not in self._scales:
+            return False
+        lacks = (self._signals.samples and said.agreement is None) or (
+            self._signals.perplexity and said.prompt_logprob is None
+        )
+        return mode != "cascade" or not lacks
 
     def _threshold(self, mode: Mode) -> float:
         shift = self.audit.shift if self.config.adaptive else 0.0
@@ -201,8 +227,10 @@ class Judge:
         """Take in a request that both models were asked; ``mode``: how it was decided,
         ``differs``: the small model's answer is another one than the large model's."""
         stays = not fault_of(said, mode, self.config.prefix_tokens)
-        if stays and self._scales:
-            mode = mode if said.tokens and mode in self._scales else "route"
+        if stays and self._scales and not self._is_embedded(prompt):
+            stays = False
+        elif stays and self._scales:
+            mode = mode if self._is_complete(said, mode) else "route"
             told = None if mode == "route" else said
             stays = self._scales[mode].score(prompt, told) >= self._threshold(mode)
         self.audit.add(float(differs and stays), self._max_loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -56,9 +56,15 @@ class Prompt(msgspec.Struct, frozen=True):
     wants_json: bool
     # schema of the JSON; None: any
     schema: Any
+    # of the text, of length 1, where a model embeds prompts
+    embedding: Sequence[float] = ()
 
     def ngrams(self) -> NDArray[np.float32]:
-        return ngrams_of(self.text)
+        """Return the hashed n-grams of the text, and behind them its embedding."""
+        found = ngrams_of(self.text)
+        if not self.embedding:
+            return found
+        return np.concatenate((found, np.array(self.embedding, np.float32)))
 
     def form(self) -> NDArray[np.float32]:
         return form_of(

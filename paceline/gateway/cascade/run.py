@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 from paceline.errors import RequestError
 from paceline.gateway.cascade.answer import (
+    Said,
+    agreement_of,
     events_of,
     read_said,
     shown,
@@ -30,6 +32,7 @@ from paceline.gateway.cascade.early import Early, may_begin_early
 from paceline.gateway.cascade.gate import OpenGate, PrefixGate, WholeGate, behind
 from paceline.gateway.cascade.judge import Decision, Judge
 from paceline.gateway.cascade.prompt import Prompt
+from paceline.gateway.cascade.signals import embedded, sampled
 from paceline.gateway.proxy.context import Allowed
 from paceline.gateway.proxy.response import cascade_header
 from paceline.gateway.proxy.upstream_request import CHAT
@@ -46,6 +49,8 @@ __all__ = ["Run"]
 
 _log = logging.getLogger("paceline.gateway")
 
+# estimated tokens of a prompt up to which its perplexity is asked for
+_MOST_PERPLEXITY: Final = 800
 # statuses with which engines refuse a field
 _REFUSED_FIELD: Final = (400, 422, 501)
 # statuses of an engine that another one, or a later time, would not have
@@ -190,6 +195,10 @@ class Run:
     async def decide(self, prompt: Prompt, small: Route) -> None:
         """Decide by the prompt, the small model's answer, or its first tokens."""
         judge, wait = self._judge, self._wait()
+        if judge.config.embeddings and judge.has_scores:
+            model = judge.config.embeddings
+            prompt, usage = await embedded(self._gateway, self._asked, prompt, model)
+            self._count(usage, kept=False)
         if self.mode == "route" or (judge.has_scores and not judge.asks_logprobs):
             decision = self._by_prompt = judge.by_prompt(prompt, wait)
             self._note_drift()
@@ -236,7 +245,9 @@ class Run:
         """Return the request for the small model: with log-probabilities, if it tells any."""
         body = self._asked.body
         if self._judge.asks_logprobs:
-            wanted = with_logprobs(body, stream=stream)
+            # engines read no log-probabilities of long prompts
+            of_prompt = self._judge.config.perplexity and self._asked.tokens < _MOST_PERPLEXITY
+            wanted = with_logprobs(body, stream=stream, of_prompt=of_prompt and not stream)
             with contextlib.suppress(HttpError):
                 small.serving(CHAT, wanted)
                 return wanted
@@ -244,17 +255,27 @@ class Run:
 
     async def _whole(self, prompt: Prompt, small: Route, wait: float) -> None:
         """Have the small model answer, and judge that."""
-        asked = self._asked.body
+        asked, samples = self._asked.body, self._judge.config.samples
+        drawn = None
+        if samples and self._judge.asks_logprobs:
+            drawn = asyncio.ensure_future(self._ask(small, sampled(asked, samples)))
         try:
             gate, usage = await self._ask(small, self.upstream_body(small, stream=False))
             if _refuses_logprobs(gate):
+                of_prompt = b"prompt_logprobs" in gate.body
                 gate, usage = await self._ask(small, without_logprobs(asked, stream=False))
-                if gate.status == 200:
+                if gate.status == 200 and not of_prompt:
                     self._lacks_logprobs(small)
+            said = read_said(bytes(gate.body), prompt) if gate.status == 200 else None
+            if drawn is not None and said is not None:
+                said = await self._with_agreement(drawn, said, prompt)
         except _NO_ANSWER as error:
             await self._without_small(error, prompt)
             return
-        said = read_said(bytes(gate.body), prompt) if gate.status == 200 else None
+        finally:
+            if drawn is not None:
+                drawn.cancel()
+                await asyncio.gather(drawn, return_exceptions=True)
         if said is None:
             self._count(usage, kept=False)
             await self._without_small(None, prompt)
@@ -276,6 +297,19 @@ class Run:
         finally:
             if not is_sent:
                 self._count(usage, kept=False)
+
+    async def _with_agreement(
+        self, drawn: asyncio.Future[tuple[WholeGate, Usage]], said: Said, prompt: Prompt
+    ) -> Said:
+        """Return an answer with the share of further ones that say the same; without these, as it
+        is."""
+        try:
+            gate, usage = await drawn
+        except _NO_ANSWER:
+            return said
+        self._count(usage, kept=False)
+        share = agreement_of(bytes(gate.body), said, prompt) if gate.status == 200 else None
+        return replace(said, agreement=share)
 
     async def _ask(self, small: Route, body: Body) -> tuple[WholeGate, Usage]:
         gate = WholeGate()

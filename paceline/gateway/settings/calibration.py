@@ -16,14 +16,15 @@ from typing import Any, Final, Literal
 import msgspec
 
 from paceline.errors import ConfigError
-from paceline.gateway.settings.cascade import Mode
-from paceline.routing.cascade import CONFIDENCE, FORM, NUM_BUCKETS, Scorer
+from paceline.gateway.settings.cascade import CascadeConfig, Mode
+from paceline.routing.cascade import ANSWER_FORM, CONFIDENCE, FORM, NUM_BUCKETS, Forest, Scorer
 
 __all__ = [
-    "Calibration", "Fitted", "Shadow", "Side", "digest_of", "num_dense", "read_calibration",
+    "Calibration", "Fitted", "Shadow", "Side", "Signals", "digest_of", "num_dense",
+    "read_calibration",
 ]  # fmt: skip
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MAX_BYTES: Final = 64 << 20
 # fields of an engine's entry of a model that change although the model stays
 _PASSING: Final = frozenset({"created", "created_at", "object", "owned_by", "permission"})
@@ -40,6 +41,26 @@ class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     told: dict[str, Any] = {}
 
 
+class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Signals that are asked for beyond the prompt's text and the answer's tokens."""
+
+    # further answers, whose agreement with the first counts
+    samples: int = 0
+    perplexity: bool = False
+    # model that embeds prompts, and the length of its vectors; "": none does
+    embeddings: str = ""
+    num_values: int = 0
+
+    def differ(self, cascade: CascadeConfig) -> str:
+        """Return the first setting of a cascade that a calibration was made without, or with
+        another value; empty: there is none."""
+        for name in ("samples", "perplexity", "embeddings"):
+            one, other = getattr(self, name), getattr(cascade, name)
+            if one != other:
+                return f"was made with {name} = {one!r}, and the file says {other!r}"
+        return ""
+
+
 class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Scorer of one mode, with the labels that it was not fitted on."""
 
@@ -47,10 +68,14 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scores: list[float]
     # quality lost where the small answer is taken, 0 to 1
     losses: list[float]
+    # trees over the weights' score; empty: that is the score
+    forest: bytes = b""
 
-    def scorer(self, mode: Mode) -> Scorer:
+    def scorer(self, mode: Mode, signals: Signals) -> Scorer | Forest:
         """Raises ConfigError: the weights are those of another version."""
-        return Scorer.of_bytes(self.weights, NUM_BUCKETS, num_dense(mode))
+        num_hashed, count = NUM_BUCKETS + signals.num_values, num_dense(mode, signals)
+        linear = Scorer.of_bytes(self.weights, num_hashed, count)
+        return Forest.of_bytes(self.forest, linear, count) if self.forest else linear
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,6 +90,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     num_labels: int
     # whether checkers told what is lost, or each answer that differs from the large model's counts
     labels: Literal["checked", "shadow"] = "checked"
+    signals: Signals = Signals()
     # without ``cascade`` and ``prefix`` the small engine tells no log-probabilities
     fitted: dict[Mode, Fitted]
 
@@ -81,9 +107,13 @@ class Shadow(msgspec.Struct, frozen=True, array_like=True):
     large: msgspec.Raw
 
 
-def num_dense(mode: Mode) -> int:
-    """Return the dense features of a mode: the prompt's form, and the confidence of an answer."""
-    return len(FORM) + (0 if mode == "route" else len(CONFIDENCE))
+def num_dense(mode: Mode, signals: Signals) -> int:
+    """Return the dense features of a mode: the prompt's form, the confidence of an answer, and the
+    form and the other signals of a whole one."""
+    found = len(FORM) + (0 if mode == "route" else len(CONFIDENCE))
+    if mode == "cascade":
+        found += len(ANSWER_FORM) + (signals.samples > 0) + signals.perplexity
+    return found
 
 
 def digest_of(entry: Mapping[str, Any]) -> str:
@@ -127,7 +157,7 @@ def read_calibration(path: Path, prefix_tokens: int) -> Calibration:
         )
     for mode, fitted in found.fitted.items():
         try:
-            fitted.scorer(mode)
+            fitted.scorer(mode, found.signals)
         except ConfigError as error:
             raise ConfigError(f"calibration {path}, mode {mode}: {error}") from None
         values = [*fitted.scores, *fitted.losses]

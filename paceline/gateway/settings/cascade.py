@@ -23,6 +23,7 @@ __all__ = ["CascadeConfig", "Mode", "UnderLoad", "check_cascade"]
 Mode = Literal["route", "cascade", "prefix"]
 
 _MOST_PREFIX: Final = 256
+_MOST_SAMPLES: Final = 8
 _HEADER: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -57,6 +58,12 @@ class CascadeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # distance of a prompt's score from its threshold up to which the large model begins while a
     # prefix is held, out of ``hedge_share``; 0: it never does
     early_prefill: float = 0.0
+    # further answers of the small model, drawn at a temperature, whose agreement counts
+    samples: int = 0
+    # the small model's log-probabilities of the prompt count
+    perplexity: bool = False
+    # model of the file whose embedding of the prompt counts; "": none
+    embeddings: str = ""
     # header that names a conversation; "": its system prompt and first question do
     conversation_header: str = ""
 
@@ -90,6 +97,13 @@ def check_cascade(model: str, cascade: CascadeConfig) -> None:
         raise ConfigError(f"{where}: {name} needs shadow, the share of chats that both are asked")
     if cascade.shadow and not (cascade.shadow_file or cascade.calibration):
         raise ConfigError(f"{where}: shadow needs a shadow_file, a calibration or both")
+    if not 0 <= cascade.samples <= _MOST_SAMPLES:
+        raise ConfigError(f"{where}.samples must be 0 to {_MOST_SAMPLES}, got {cascade.samples}")
+    of_answers = "samples" if cascade.samples else "perplexity" if cascade.perplexity else ""
+    if of_answers and cascade.mode != "cascade":
+        raise ConfigError(f"{where}: {of_answers} needs mode cascade, got {cascade.mode}")
+    if cascade.samples and cascade.shadow:
+        raise ConfigError(f"{where}: samples go with no shadow, whose answers are compared alone")
     header = cascade.conversation_header
     if header and not _HEADER.fullmatch(header):
         raise ConfigError(f"{where}.conversation_header: {header[:80]!r} is no name of a header")

@@ -353,6 +353,11 @@ def _check_small(model: ModelConfig, cascade: CascadeConfig, config: GatewayConf
             f"model {model.name}: cascade.small names {small.name!r}, which has a cascade or "
             "length_over itself"
         )
+    if cascade.embeddings and cascade.embeddings not in others:
+        raise ConfigError(
+            f"model {model.name}: cascade.embeddings names {cascade.embeddings!r}, which is no "
+            "model here"
+        )
 
 
 def _check_local_only(config: GatewayConfig) -> None:

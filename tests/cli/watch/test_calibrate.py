@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
+from paceline.errors import ConfigError
 from paceline.gateway.settings.config import read_config
 from tests.gateway.cascade.helpers import places
 from tests.gateway.fault_server import Engine, scripted
@@ -100,6 +101,49 @@ async def test_a_calibration_is_measured_and_used(
                 response = await http.post(CHAT, json=chat(model="chat", messages=messages))
                 assert response.headers["x-paceline-cascade"].startswith(f"{by};")
                 assert response.json()["choices"][0]["message"]["content"] == str(n)
+
+
+async def test_more_signals_are_asked_for_once_and_used(tmp_path: Path) -> None:
+    def drawn(body: dict[str, Any]) -> Any:
+        """Sure of everything; further answers to odd numbers differ, and to even ones agree."""
+        n, count = number(body), body.get("n", 1)
+        texts = [str(n) if n % 2 == 0 else f"{n} {i}" for i in range(count)]
+        answer = small({**body, "messages": [{"content": "say 0"}]})
+        answer["choices"] = [
+            {**answer["choices"][0], "index": i, "message": {"role": "assistant", "content": text}}
+            for i, text in enumerate(texts)
+        ]
+        told = {"9": {"logprob": -1.0}}
+        return answer | ({"prompt_logprobs": [None, told]} if "prompt_logprobs" in body else {})
+
+    def vectors(body: dict[str, Any]) -> Any:
+        return {"data": [{"embedding": [1.0, len(body["input"]) / 9]}]}
+
+    async with AsyncExitStack() as stack:
+        chats, embeddings = "/v1/chat/completions", "/v1/embeddings"
+        answering = ({chats: drawn, embeddings: vectors}, {chats: large})
+        engines = [
+            await stack.enter_async_context(scripted(GOOD, pages=pages)) for pages in answering
+        ]
+        arguments = write(tmp_path, engines, 80)
+        config = tmp_path / "gateway.toml"
+        more = 'samples = 2\nperplexity = true\nembeddings = "small"\n[[models]]\nname = "small"'
+        config.write_text(config.read_text().replace('[[models]]\nname = "small"', more))
+        assert await run(arguments) == 0
+        # of each label an answer, further ones, and a vector
+        assert [engines[0].asked.count(path) for path in (chats, embeddings)] == [160, 80]
+        assert await run(arguments) == 0
+        assert engines[0].asked.count(chats) == 160
+        async with gateway_over(read_config(config)) as (_, http):
+            for n, by in ((90, "small"), (91, "escalated")):
+                messages = [{"role": "user", "content": f"say {n}"}]
+                response = await http.post(CHAT, json=chat(model="chat", messages=messages))
+                assert response.headers["x-paceline-cascade"].startswith(f"{by};"), n
+        # another set of signals is another score
+        config.write_text(config.read_text().replace("samples = 2", "samples = 3"))
+        with pytest.raises(ConfigError, match="made with samples = 2, and the file says 3"):
+            async with gateway_over(read_config(config)):
+                pass
 
 
 async def test_shadow_traffic_is_calibrated_with(

@@ -11,45 +11,54 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.gateway.settings.calibration import Calibration, Fitted, Side, num_dense
-from paceline.gateway.settings.cascade import CascadeConfig
+from paceline.gateway.settings.calibration import Calibration, Fitted, Side, Signals, num_dense
+from paceline.gateway.settings.cascade import CascadeConfig, Mode
 from paceline.gateway.settings.config import ModelConfig
 from paceline.routing.cascade import CONFIDENCE, FORM, NUM_BUCKETS, Scorer
 from tests.gateway.fault_server import Step, scripted
 from tests.gateway.helpers import configured, gateway_over
 
+NO_SIGNALS = Signals()
 # scores of a calibration's labels; those below 0.5 lose everything
 SCORES = [i / 200 for i in range(200)]
 LOSSES = [float(score < 0.5) for score in SCORES]
 
 
-def scorer(mode: str, weights: dict[str, float], bias: float) -> Scorer:
-    """A scorer of dense features by name."""
+def scorer(mode: Mode, weights: dict[str, float], bias: float, signals: Signals) -> Scorer:
+    """A scorer of dense features by name; "last": the last one."""
     names = FORM if mode == "route" else (*FORM, *CONFIDENCE)
-    dense = np.zeros(num_dense(mode), np.float32)  # type: ignore[arg-type]
+    dense = np.zeros(num_dense(mode, signals), np.float32)
     for name, weight in weights.items():
-        if name in names:
-            dense[names.index(name)] = weight
-    return Scorer(bias, np.zeros(NUM_BUCKETS, np.float32), dense)
+        if name == "last" or name in names:
+            dense[-1 if name == "last" else names.index(name)] = weight
+    hashed = np.zeros(NUM_BUCKETS + signals.num_values, np.float32)
+    hashed[NUM_BUCKETS:] = weights.get("embedding", 0.0)
+    return Scorer(bias, hashed, dense)
 
 
 def calibration(
     folder: Path,
     *,
-    modes: Sequence[str] = ("route", "cascade", "prefix"),
+    modes: Sequence[Mode] = ("route", "cascade", "prefix"),
     first: int = 2,
     small: str = "",
     large: str = "",
     losses: Sequence[float] = tuple(LOSSES),
     labels: Any = "checked",
+    signals: Signals = NO_SIGNALS,
+    weights: dict[str, float] | None = None,
 ) -> str:
     """Write a calibration: an answer's score is above 0.5 where the mean of its log-probabilities
-    is above -1, and a prompt's where it has no question mark. Its threshold is about 0.5."""
+    is above -1, and a prompt's where it has no question mark. Its threshold is about 0.5.
+
+    Args:
+        weights: of every mode's features by name, instead of these.
+    """
     fitted = {
         mode: Fitted(
-            scorer(mode, {"questions": -9.0} if mode == "route" else {
+            scorer(mode, weights or ({"questions": -9.0} if mode == "route" else {
                 ("first_" if mode == "prefix" else "") + "logprob_mean": 4.0
-            }, 4.0).to_bytes(),
+            }), 4.0, signals).to_bytes(),
             SCORES[: len(losses)],
             list(losses),
         )
@@ -58,7 +67,8 @@ def calibration(
     found = Calibration(
         small=Side("m", small), large=Side("m", large), prefix_tokens=first, num_labels=400,
         labels=labels,
-        fitted=fitted,  # type: ignore[arg-type]
+        signals=signals,
+        fitted=fitted,
     )  # fmt: skip
     path = folder / "calibration.json"
     path.write_bytes(msgspec.json.encode(found))
