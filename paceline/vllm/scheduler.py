@@ -34,7 +34,7 @@ from paceline.errors import RequestError
 from paceline.vllm.channel import Channel
 from paceline.vllm.names import check_names
 from paceline.vllm.pacer import Pacer
-from paceline.vllm.settings import read_settings
+from paceline.vllm.settings import read_settings, untried
 
 __all__ = ["PacedScheduler"]
 
@@ -70,6 +70,8 @@ class PacedScheduler(AsyncScheduler):
         num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         groups = max(1, getattr(self.kv_cache_manager, "num_kv_cache_groups", 1))
         settings = read_settings(self.vllm_config, num_blocks, groups, self.block_size)
+        for feature in untried(self.vllm_config):
+            _log.warning("paceline.vllm passes through, and was not tried with, %s", feature)
         self.pacer = Pacer(
             settings, self.kv_cache_manager, self.requests.get, clock=self.clock, wall=self.wall
         )

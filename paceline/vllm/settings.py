@@ -18,7 +18,7 @@ from paceline.core.slo import MAX_SECONDS
 from paceline.errors import ConfigError
 from paceline.renamed import is_now
 
-__all__ = ["KEY", "Settings", "read_settings"]
+__all__ = ["KEY", "Settings", "read_settings", "untried"]
 
 KEY: Final = "paceline"
 # fields of SchedulerConfig that are not ours to set here, and why
@@ -114,6 +114,14 @@ def _refused(config: Any) -> Iterator[str]:
         yield f"--scheduling-policy {theirs.policy}: a request's priority counts without it"
     if getattr(theirs, "long_prefill_token_threshold", 0) > 0:
         yield "--long-prefill-token-threshold: chunks follow the targets"
+
+
+def untried(config: Any) -> Iterator[str]:
+    """Yield what a ``VllmConfig`` has that is passed through and was not tried."""
+    if getattr(config.model_config, "is_multimodal_model", False):
+        yield "multimodal inputs"
+    if (ranks := getattr(config.parallel_config, "data_parallel_size", 1)) > 1:
+        yield f"{ranks} data parallel ranks (targets are those of each rank)"
 
 
 _FIELDS: Final = {each.name: each for each in dataclasses.fields(SchedulerConfig)}

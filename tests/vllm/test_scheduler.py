@@ -381,6 +381,18 @@ def test_refused_at_start(paced_class: Any, config: dict[str, Any], message: str
     assert message in str(error.value)
 
 
+def test_what_was_not_tried_is_said_at_start(
+    paced_class: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    paced_class(fake.Config())
+    assert "passes through" not in caplog.text
+    model = SimpleNamespace(max_model_len=256, runner_type="generate", is_multimodal_model=True)
+    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=4)
+    paced_class(fake.Config(model_config=model, parallel_config=parallel))
+    assert "was not tried with, multimodal inputs" in caplog.text
+    assert "was not tried with, 4 data parallel ranks (targets are those of each" in caplog.text
+
+
 def test_settings_have_an_effect(paced_class: Any) -> None:
     engine = Loop(paced_class, additional_config={"paceline": {"policy": "sjf"}})
     engine.add("long", 100, 4)
