@@ -10,7 +10,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,8 +69,11 @@ class Load:
         return f"{self.multiple:g}" + (f" in bursts of {self.burst}" if self.burst > 1 else "")
 
     def requests(self, capacity: float, seconds: float, work: Work) -> list[_Request]:
-        """Return the arrivals: the same for each contender, and more of them for longer."""
-        return requests_at(self.multiple * capacity, seconds, work, seed=1, burst=self.burst)
+        """Return the arrivals: the same for each contender, and more of them for longer. Other
+        loads have other prompts, which no cache holds yet."""
+        return requests_at(
+            self.multiple * capacity, seconds, work, seed=f"load {self.name}", burst=self.burst
+        )
 
 
 # at which nothing may be lost
@@ -136,7 +139,7 @@ class _Request:
 
 
 def requests_at(
-    rate: float, seconds: float, work: Work, seed: int, *, burst: int = 1
+    rate: float, seconds: float, work: Work, seed: int | str, *, burst: int = 1
 ) -> list[_Request]:
     """Return Poisson arrivals, ``burst`` requests at each."""
     chance, at = random.Random(seed), 0.0
@@ -213,13 +216,21 @@ def figures(
 ) -> dict[str, Any]:
     """Return the share of a plan's requests that kept both targets, and other figures."""
     done = [timing for timing in timings if not timing.error]
-    kept = sum(
-        t.ttft <= work.ttft_of(request) and (t.tpot or 0.0) <= work.tpot
+    judged = [
+        (
+            not t.error and t.ttft <= work.ttft_of(request),
+            not t.error and (t.tpot or 0.0) <= work.tpot,
+        )
         for request, t in zip(plan, timings, strict=True)
-        if not t.error
-    )
+    ]
+
+    def share(values: Iterable[bool]) -> float:
+        return round(sum(values) / max(1, len(timings)), 3)
+
     return {
-        "kept": round(kept / max(1, len(timings)), 3),
+        "kept": share(first and paced for first, paced in judged),
+        "kept_ttft": share(first for first, _ in judged),
+        "kept_tpot": share(paced for _, paced in judged),
         "requests": len(timings),
         "complete": len(done),
         "ttft_p50_s": round(statistics.median(t.ttft for t in done), 3) if done else None,

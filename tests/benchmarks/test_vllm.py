@@ -37,6 +37,7 @@ def test_kept_are_complete_and_within_both_targets() -> None:
     )
     # the quick one, and the late one whose prompt is long
     assert (found["kept"], found["requests"], found["complete"]) == (0.4, 5, 4)
+    assert (found["kept_ttft"], found["kept_tpot"]) == (0.6, 0.6)
     assert found["tokens_per_s"] == 6.0
 
 
@@ -77,6 +78,12 @@ def test_without_a_server_nothing_is_measured(tmp_path: Path) -> None:
     windows = Windows(capacity=0.5, rate=0.5, sustained=0.5)
     measure(Peer("no model"), WORK, tmp_path, (Load(1.5),), windows, failed, found)
     assert "no model" in failed.reasons["plain"] and found == {"rates": {}}
+
+
+def test_no_load_finds_prompts_of_another_one_cached() -> None:
+    plans = [Load(multiple).requests(10.0, 20.0, WORK) for multiple in (0.5, 1.2, 1.5)]
+    prompts = [tuple(request.prompt) for plan in plans for request in plan]
+    assert len(set(prompts)) == len(prompts) > 300
 
 
 def test_bursts_arrive_together() -> None:
