@@ -24,8 +24,10 @@ from benchmarks.common.ours import our_places
 from benchmarks.peers.vllm_cpu import VllmCpu
 from benchmarks.vllm.live import Contender, served
 from paceline.checkpoints.open import open_checkpoint
+from paceline.gateway import EngineConfig, GatewayConfig
 from paceline.gateway.settings.engine_types import KINDS, kind_of_metrics, read_pressure
 from tests.checkpoints.adapters import random_pairs, write_peft
+from tests.gateway.helpers import gateway_over, until
 
 __all__ = ["CHECKS", "Server", "paced_server", "plain_answers", "simulated"]
 
@@ -286,6 +288,34 @@ async def _adapters(server: Server) -> str:
     return f"{len(_ADAPTERS)} adapters with --max-loras 1"
 
 
+async def _gateway(server: Server) -> str:
+    """Behind a gateway, targets reach the scheduler, and its refusals reach callers."""
+    engine = EngineConfig(name="paced", url=str(server.client.base_url).rstrip("/"))
+    config = GatewayConfig(engines=(engine,), poll_interval=0.2, spend_storage="")
+    async with gateway_over(config) as (gateway, client):
+        known = gateway.upstreams.by_name["paced"]
+        await until(lambda: known.kind == "vllm" and known.models and not known.trouble, 30.0)
+        behind = Server(client, server.model, [])
+        client.timeout = server.client.timeout
+        for more, headers in (({"slo": _SLO}, {}), ({}, _HEADERS)):
+            body = _ROUTES["/v1/chat/completions"] | more | {"explain": True}
+            answer = await behind.post("/v1/chat/completions", body, headers=headers)
+            assert answer.status_code == 200, answer.text[:200]
+            assert answer.json()["usage"]["timeline"]["targets"] == _TARGETS, answer.text[:300]
+        body = _ROUTES["/v1/completions"] | {"max_tokens": 40}
+        answers = await asyncio.gather(
+            *(
+                behind.post("/v1/completions", body | {"stream": bool(number % 2)})
+                for number in range(24)
+            )
+        )
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}, statuses
+    for answer in answers:
+        assert answer.status_code == 200 or int(answer.headers["retry-after"]) >= 1
+    return f"targets by body and header; {statuses.count(429)} of {len(statuses)} refused"
+
+
 async def _top(server: Server) -> str:
     """``paceline top`` reads the server."""
     command = ("-m", "paceline.cli.main", "top", str(server.client.base_url), "--once", "--json")
@@ -403,6 +433,7 @@ CHECKS: Mapping[str, Callable[[Server], Awaitable[str]]] = {
     "greedy answers are vLLM's": _identical,
     "cached prefix": _prefix,
     "a caller leaves": _leaves,
+    "behind a gateway": _gateway,
     "paceline top": _top,
     "the page at /ui": _ui,
     "metrics": _metrics,
