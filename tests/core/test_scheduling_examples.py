@@ -115,6 +115,25 @@ def test_triage_leaves_the_largest_out(budget: StepBudget) -> None:
     assert seconds[0] + seconds[2] == pytest.approx(0.41, abs=0.005)
 
 
+@pytest.mark.parametrize(
+    ("size", "told"), [(10, 0.8525), pytest.param(240, None, id="as-large"), (400, None)]
+)
+def test_a_newcomer_is_told_what_triage_will_make_of_it(size: int, told: float | None) -> None:
+    says("Eight prompts of 240 tokens wait, due in 1 s, in steps of 64", "and is told 0.85 s")
+    machine = Machine(max_num_seqs=16, max_num_batched_tokens=64, max_predicted_ttft_s=60.0)
+    for number in range(8):
+        machine.add(make_request(f"r{number}", 240, 2, slo=Slo(ttft=1.0)))
+    newcomer = make_request("new", size, 2, slo=Slo(ttft=1.0))
+    machine.add(newcomer)
+    forecast, seconds = newcomer.history.forecast, newcomer.history.predicted_ttft
+    assert forecast is not None and seconds is not None
+    assert forecast.kind.late is (told is None)
+    assert seconds > 1.0 if told is None else seconds == pytest.approx(told)
+    while not newcomer.output_token_ids:
+        machine.step()
+    assert (machine.now <= 1.0) is (told is not None)
+
+
 def test_memory_peaks_below_the_sum() -> None:
     says("1,552 tokens", "that were 1,760 tokens", "held at once is 1,296")
     sequences = [(400, 96), (304, 400), (304, 256)]

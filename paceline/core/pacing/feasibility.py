@@ -21,15 +21,13 @@ from typing import Final, NamedTuple
 from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.pacing.view import RunningView
-from paceline.core.pacing.waiting_targets import WaitingTargets, triage
+from paceline.core.pacing.waiting_targets import MAX_TRIAGED, WaitingTargets
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
 
 __all__ = ["Feasibility", "Others"]
 
-# most waiting requests in one triage, as the work of that many takes longer than targets last
-_MAX_TRIAGED: Final = 256
 _STEPS_BETWEEN_TRIAGES: Final = 8
 # seconds by which best effort that misses its deadline is treated as having arrived later
 _MISSED: Final = 60.0
@@ -148,19 +146,9 @@ class Feasibility:
         unfinished = sum(
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
-        # otherwise no request will be late in any order
-        if starts + (unfinished + waiting.num_tokens[Tier.ORDINARY]) * per_token > targets.dues[0]:
-            first = list(islice(self._state.policy.service_order(targets.targeted), _MAX_TRIAGED))
-            # a target tighter than the default makes a request run sooner, not be left out sooner
-            judged = sorted(first, key=_standing) if any(map(_ahead, first)) else first
-            losers = triage(
-                judged,
-                starts + unfinished * per_token,
-                # the prompt of a fork is computed already
-                [request.num_lacking_tokens * per_token for request in judged],
-                [request.asked.arrival_time + request.late_after for request in judged],
-                targets.group,
-            )
+        if not targets.in_time(starts, unfinished, per_token):
+            first = list(islice(self._state.policy.service_order(targets.targeted), MAX_TRIAGED))
+            losers = targets.left_out(first, starts + unfinished * per_token, per_token)
             for loser in self._to_demote(losers, first, view, starts):
                 waiting.move(loser, self.demote)
         self._triaged_at = targets.num_changes
@@ -182,13 +170,3 @@ class Feasibility:
 def _without_ttft_target(request: Request) -> bool:
     """Whether the request never had a target for its first token."""
     return request.slo.ttft is None
-
-
-def _ahead(request: Request) -> float:
-    """Return the seconds from its own TTFT target to the time at which it counts as late."""
-    return request.late_after - (request.targets.ttft or 0.0)
-
-
-def _standing(request: Request) -> float:
-    """Return its key in the order if its TTFT target were the time at which it counts as late."""
-    return request.order[0] + _ahead(request)

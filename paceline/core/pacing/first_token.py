@@ -11,12 +11,12 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from itertools import accumulate, repeat
+from itertools import accumulate, islice, repeat
 from operator import mod, mul, sub
 from typing import Final
 
 from paceline.core.pacing.share import GuaranteedShare
-from paceline.core.pacing.waiting_targets import WaitingTargets
+from paceline.core.pacing.waiting_targets import MAX_TRIAGED, WaitingTargets, first_token_due
 from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.running import place
@@ -44,8 +44,6 @@ _LATELY: Final = 60.0
 _FEW: Final = 8
 # least part of the engine that is assumed to be left over once an overload has ended
 _ROOM: Final = 0.25
-# most waiting requests that are checked for whether they will be late
-_MAX_JUDGED: Final = 256
 # factor on the time after which a request is late: one below may still be on time, not demoted
 _DOUBT: Final = 1.1
 # most rounds of adding requests that arrive during the wait, and a round's least factor of growth
@@ -102,16 +100,18 @@ class FirstTokenForecast:
         self._whole_below = 1
 
     def note(self, request: Request, longest: float) -> float | None:
-        """Store a newcomer's forecast in it, and return the predicted seconds. For a late one that
-        takes at most ``longest``, late requests before it are assumed to be demoted."""
+        """Store a newcomer's forecast in it, and return the predicted seconds. If not all can be on
+        time, and it is predicted within ``longest`` seconds though none made way, triage tells
+        whether it is demoted or others are."""
         history, arrival = request.history, request.asked.arrival_time
         rest = self._state.steps.starts(arrival + request.asked.adapter_wait) - arrival
         forecast = self._forecast(request, rest)
         seconds = self._seconds(forecast)
-        is_late = forecast is not None and forecast.kind.late
-        if is_late and seconds is not None and seconds <= longest < math.inf:
-            forecast = self._forecast(request, rest, others_demoted=True)
-            seconds = self._seconds(forecast)
+        late = forecast is not None and forecast.kind.late
+        if seconds is not None and seconds <= longest and (late or self._crowds(request, rest)):
+            judged = self._forecast(request, rest, others_demoted=True)
+            if late or (judged is not None and judged.kind.late):
+                forecast, seconds = judged, self._seconds(judged)
         history.forecast, history.predicted_ttft = forecast, seconds
         return seconds
 
@@ -152,7 +152,7 @@ class FirstTokenForecast:
         self, request: Request, rest: float = 0.0, *, others_demoted: bool = False
     ) -> Forecast | None:
         """Return the forecast, with ``rest`` seconds left of the running step; None before anything
-        was measured. ``others_demoted``: late requests before it are assumed to be demoted."""
+        was measured. ``others_demoted``: requests that will be late are assumed to be demoted."""
         state, last = self._state, self._state.last
         for known, actual, demoted in last.first_tokens:
             # the outcome of a request demoted, or kept, against its forecast says nothing of others
@@ -183,13 +183,18 @@ class FirstTokenForecast:
             # requests before it come first, and then ordinary work to come leaves only a part
             seconds = alone = alone + prompt + self._outside(request, prompt)
             return Forecast(kind._replace(late=late), seconds, alone, 0.0, 0.0)
-        if late and state.config.demote_late and self._targets.dues and not request.boosted:
-            # it will be demoted for other waiting requests
+        demotes = state.config.demote_late and self._targets.dues and not request.boosted
+        if demotes and (late or others_demoted):
+            # it will be demoted for other waiting requests, or some of these for it
+            kept = True
             if others_demoted:
-                seconds = alone = self._without_late(request) + prompt
-            late = seconds > _DOUBT * request.late_after
+                wait, kept = self._without_late(request, rest)
+                # where newcomers displace others, the time of those left out is not learned
+                kept = kept or self._displaces
+                seconds = wait + prompt if kept else max(seconds, wait + prompt)
+            late = not kept or seconds > _DOUBT * request.late_after
             if late:
-                excess = seconds - request.late_after
+                excess = max(0.0, seconds - request.late_after)
                 seconds += self._outside(request, excess)
             return Forecast(kind._replace(late=late), seconds, seconds, 0.0, 0.0)
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
@@ -204,15 +209,32 @@ class FirstTokenForecast:
         alone = self._lasting(self._each * _PARTS, request.num_new_tokens)
         return alone / max(_ROOM, self._share.left_over(request, request.asked.arrival_time))
 
-    def _without_late(self, request: Request) -> float:
-        """Return the seconds until it has a slot if all before it that will be late are demoted."""
-        num, tokens = self._num_ahead(request)
-        now, dues = request.asked.arrival_time, self._targets.dues[:_MAX_JUDGED]
-        served, each = 0, tokens / max(1, num)
-        for due in dues:
-            served += now + self._until(served, each * served, boosted=False) <= due
-        num = max(0, num - (len(dues) - served))
-        return self._until(num, each * num, boosted=False)
+    def _crowds(self, request: Request, rest: float) -> bool:
+        """Whether this newcomer and the waiting requests may not all be on time."""
+        starts, tokens = request.asked.arrival_time + rest, self._num_lacking
+        each = self._pace * self._lasting(0.0, 1.0)
+        crowded = not self._targets.in_time(starts, tokens + request.num_new_tokens, each)
+        return crowded and request.late_after < math.inf and not self._displaces
+
+    def _without_late(self, request: Request, rest: float) -> tuple[float, bool]:
+        """Return the seconds until it has a slot, and the prompts before its own are computed, if
+        requests that will be late are demoted; and whether triage keeps it: otherwise all that are
+        kept go before it."""
+        targets, now = self._targets, request.asked.arrival_time
+        order = self._state.policy.service_order(targets.targeted)
+        first = list(islice(order, MAX_TRIAGED))
+        first.insert(min(len(first), max(0, self._num_ahead(request)[0])), request)
+        lacking, each = (self._pace * self._lasting(0.0, n) for n in (self._num_lacking, 1.0))
+        left_out = set(targets.left_out(first, now + rest + lacking, each))
+        num = tokens = 0
+        for other in first:
+            if other not in left_out:
+                wait = self._until(num, tokens, boosted=False)
+                if other is request:
+                    return wait, True
+                if now + wait <= first_token_due(other):
+                    num, tokens = num + 1, tokens + other.num_lacking_tokens
+        return self._until(num, tokens, boosted=False), False
 
     def _outside(self, request: Request, wait: float) -> float:
         """Return the seconds that ordinary work adds for a best-effort or late request: its like

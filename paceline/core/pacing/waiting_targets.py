@@ -15,13 +15,25 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, islice
 from operator import attrgetter, gt
-from typing import Any
+from typing import Any, Final
 
 from paceline.core.request import ORDER, Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["DueEntry", "WaitingTargets", "all_in_time", "due_entry", "is_deadline_batch", "triage"]
+__all__ = [
+    "MAX_TRIAGED",
+    "DueEntry",
+    "WaitingTargets",
+    "all_in_time",
+    "due_entry",
+    "first_token_due",
+    "is_deadline_batch",
+    "triage",
+]
+
+# most waiting requests in one triage, as the work of that many takes longer than targets last
+MAX_TRIAGED: Final = 256
 
 # (deadline, number of arrival, request); sorts by deadline
 DueEntry = tuple[float, int, Request]
@@ -32,8 +44,19 @@ def _is_targeted(request: Request) -> bool:
     return request.targets.ttft is not None and request.first_scheduled_time is None
 
 
-def _first_token_due(request: Request) -> float:
+def first_token_due(request: Request) -> float:
+    """Return the time after which the first token is late."""
     return request.asked.arrival_time + request.late_after
+
+
+def _ahead(request: Request) -> float:
+    """Return the seconds from its own TTFT target to the time at which it counts as late."""
+    return request.late_after - (request.targets.ttft or 0.0)
+
+
+def _standing(request: Request) -> float:
+    """Return its key in the order if its TTFT target were the time at which it counts as late."""
+    return request.order[0] + _ahead(request)
 
 
 def is_deadline_batch(request: Request) -> bool:
@@ -83,9 +106,31 @@ class WaitingTargets:
                 _change(own, request, more, ORDER)
                 if not own:
                     del self.targeted[group]
-                _change(self.dues, _first_token_due(request), more)
+                _change(self.dues, first_token_due(request), more)
         elif is_deadline_batch(request):
             _change(self.deadline_batch, due_entry(request), more)
+
+    def in_time(self, starts: float, tokens: int, seconds_per_token: float) -> bool:
+        """Whether no first token will be late in any order, if the prompts of all and ``tokens``
+        more are computed from ``starts`` on."""
+        tokens += self._queues.num_tokens[Tier.ORDINARY]
+        return not self.dues or starts + tokens * seconds_per_token <= self.dues[0]
+
+    def left_out(
+        self, first: list[Request], starts: float, seconds_per_token: float
+    ) -> list[Request]:
+        """Return which requests are left out so that the others are on time, of waiting ones in the
+        order of service whose prompts are computed from ``starts`` on."""
+        # a target tighter than the default makes a request run sooner, not be left out sooner
+        judged = sorted(first, key=_standing) if any(map(_ahead, first)) else first
+        return triage(
+            judged,
+            starts,
+            # the prompt of a fork is computed already
+            [request.num_lacking_tokens * seconds_per_token for request in judged],
+            list(map(first_token_due, judged)),
+            self.group,
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the indices agree with the queues."""
@@ -95,7 +140,7 @@ class WaitingTargets:
         for request in sorted(filter(_is_targeted, self._queues.ordinary), key=ORDER):
             targeted.setdefault(self.group(request), []).append(request)
         assert self.targeted == targeted
-        assert self.dues == sorted(map(_first_token_due, chain(*targeted.values())))
+        assert self.dues == sorted(map(first_token_due, chain(*targeted.values())))
 
 
 def all_in_time(now: float, seconds: Iterable[float], due: Iterable[float]) -> bool:
