@@ -32,7 +32,7 @@ from paceline.core.pacing.request_admission import Expired, RequestAdmission
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import FcfsPolicy
 from paceline.core.predict.step_time import NO_ADAPTERS
-from paceline.core.queues.fair_queue import TenantWeights
+from paceline.core.queues.fair_queue import TenantWeights, adapter_of
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.amend import amend
@@ -112,7 +112,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._num_adapted += request.asked.adapter is not None
         if self._tenants is not None:
-            self._tenants.on_arrival(request.asked.tenant)
+            self._tenants.on_arrival(request.asked.tenant, adapter_of(request))
         if request.targets.has_targets or request.best_effort:
             self._pacing = self._paced
         if self._speculation is None and request.asked.prediction_token_ids:
@@ -295,7 +295,7 @@ class Scheduler:
                 self._adapters = NO_ADAPTERS
                 self.step_time.expect_adapters(NO_ADAPTERS)
         if self._tenants is not None:
-            self._tenants.on_finish(request.asked.tenant)
+            self._tenants.on_finish(request.asked.tenant, adapter_of(request))
         if not self._requests:
             self._rest()
 

@@ -23,6 +23,7 @@ from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.policies.deadline import patience
+from paceline.core.queues.fair_queue import adapter_of
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.slo import MAX_SECONDS, Slo
 from paceline.core.step.state import SchedulerState
@@ -117,7 +118,8 @@ class RequestAdmission:
         # a request with its own target is demoted no sooner than it would without one
         least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
         request.set_targets(state.policy.assumed(request), least_ttft)
-        if self._tenants is not None and self._tenants.is_light(asked.tenant):
+        tenants = self._tenants
+        if tenants is not None and tenants.is_light(asked.tenant, adapter_of(request)):
             request.move(Move.BOOST)
         if asked.fork_of is not None or asked.resumed is not None:
             # the queue had places for all forks when their parent arrived, and callers were
@@ -165,10 +167,11 @@ class RequestAdmission:
 
         Best effort, whose wait has no limit, is accepted while fewer requests wait than
         ``_PER_PLACE`` times the places left, so that other requests find one. Where tenants are
-        kept apart and there are several, the same holds for the requests of each. This is the
-        dynamic threshold of shared packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998);
-        no waiting request is dropped for it, and it needs no number of tenants. ``left`` places are
-        left in the queue after the request's forks have theirs.
+        kept apart and there are several, the same holds for the requests of each; where there is
+        one, for those for each of its adapters. This is the dynamic threshold of shared packet
+        buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998); no waiting request is dropped for
+        it, and it needs no number of tenants. ``left`` places are left in the queue after the
+        request's forks have theirs.
         """
         asked, tenants, limit = request.asked, self._tenants, self._state.config.max_num_waiting
         num_forks, predicted = asked.num_forks, request.history.predicted_ttft
@@ -182,12 +185,21 @@ class RequestAdmission:
             why = f"{num_waiting} requests wait already, and the {left + num_forks} places left of "
             why += f"{limit} are for requests that are not best effort{wanted}"
             raise self._refusal("queue-share", why, predicted)
-        if tenants is None or not tenants.has_others(asked.tenant):
+        if tenants is None:
             return
-        running = sum(r.asked.tenant == asked.tenant for r in self._state.running.requests)
-        own = tenants.unfinished(asked.tenant) - running
+        adapter: str | None = None
+        running = [r for r in self._state.running.requests if r.asked.tenant == asked.tenant]
+        if not tenants.has_others(asked.tenant):
+            adapter = adapter_of(request)
+            if not tenants.has_other_flows(asked.tenant, adapter):
+                return
+            running = [r for r in running if adapter_of(r) == adapter]
+        own = tenants.unfinished(asked.tenant, adapter) - len(running)
         if own + num_forks >= _PER_PLACE * left:
-            why = f"{own} requests of this tenant wait already, and the {left + num_forks} places "
+            whose = "of this tenant" if adapter is None else "for this adapter"
+            if adapter == "":
+                whose = "without an adapter"
+            why = f"{own} requests {whose} wait already, and the {left + num_forks} places "
             why += f"left of {limit} are for others{wanted}"
             raise self._refusal("queue-share", why, predicted)
 

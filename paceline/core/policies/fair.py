@@ -39,7 +39,8 @@ class FairPolicy(FcfsPolicy):
     one of them had saved up: each divided by its tenant's weight, like all tokens served. Each tier
     counts for itself. docs/adr/0015-virtual-time.md has the reasons.
 
-    A tenant's tokens are shared out among the adapters that it asks for, in the same way.
+    A tenant's tokens are shared out among the adapters that it asks for, in the same way; an
+    adapter with few of the tenant's requests is light as a tenant is (``pacing.tenants``).
 
     Wins: a light tenant is served at once, however much a heavy one sends. Loses: some prefix hits.
     """

@@ -118,7 +118,7 @@ class FairQueue:
             self._enter(tenant)
 
     def _divide(self, tenant: str, queue: RequestQueue | FairQueue) -> FairQueue:
-        divided = FairQueue(0.0, TenantWeights({}), adapter_of)
+        divided = FairQueue(self._saved, TenantWeights({}), adapter_of)
         for each in queue:
             divided.push(each)
         self._tenants[tenant] = self._divided[tenant] = divided

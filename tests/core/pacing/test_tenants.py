@@ -15,10 +15,11 @@ from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.fair_queue import TenantWeights
 from paceline.core.slo import Slo
 from paceline.core.step import state
+from paceline.errors import QueueFullError
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
-from tests.driving import Driver, make_request
+from tests.driving import Driver, adapter_use, ask, make_request
 
 
 def test_light_is_at_most_half_an_equal_share() -> None:
@@ -52,6 +53,75 @@ def test_light_is_at_most_half_the_share_that_weights_give() -> None:
     for _ in range(6):
         shares.on_finish("b")
     assert not shares.is_light("b"), "two of six are more than half of a quarter"
+
+
+def test_flows_of_one_tenant_are_light_among_themselves() -> None:
+    shares = TenantShares(TenantWeights({}))
+    assert not shares.is_light("a", "x"), "nothing else is there"
+    for _ in range(6):
+        shares.on_arrival("a", "x")
+    # with one more each, 7 requests of two flows: an equal share is 3.5, half of it 1.75
+    assert shares.is_light("a", "y")
+    assert shares.is_light("a", ""), "so is one for the model itself"
+    assert not shares.is_light("a", "x")
+    shares.on_arrival("a", "y")
+    assert shares.is_light("a", "y"), "two of eight are half of four"
+    shares.on_arrival("a", "y")
+    assert not shares.is_light("a", "y")
+    for _ in range(6):
+        shares.on_finish("a", "x")
+    assert not shares.is_light("a", "z"), "the flood is over"
+    for _ in range(2):
+        shares.on_finish("a", "y")
+    assert shares.unfinished("a") == shares.unfinished("a", "y") == 0
+
+
+def test_a_tenant_above_its_share_gains_nothing_by_many_adapters() -> None:
+    shares = TenantShares(TenantWeights({}))
+    for _ in range(3):
+        shares.on_arrival("b")
+        shares.on_arrival("a", "flood")
+    # a has 4 of 7 with one more
+    assert not any(shares.is_light("a", f"name{number}") for number in range(10))
+    for _ in range(6):
+        shares.on_arrival("b")
+    # a has 4 of 13: no more than its share of 6.5, which x has none of
+    assert shares.is_light("a", "x")
+
+
+def test_several_flows_count_while_one_of_them_is_a_flood() -> None:
+    shares, several = TenantShares(TenantWeights({})), []
+    for adapter in "xyxyxx":
+        shares.on_arrival("a", adapter)
+        several.append(shares.are_several)
+    # of five, and one of a third flow, that one has half of a third
+    assert several == [False, False, False, False, True, True]
+    assert shares.has_other_flows("a", "x") and not shares.has_other_flows("b", "x")
+    for _ in range(300):
+        shares.on_arrival("a", "x")
+    assert shares.has_other_flows("a", "x"), "y has requests"
+    for _ in range(2):
+        shares.on_finish("a", "y")
+    assert not shares.has_others("a")
+    assert [shares.are_several, shares.has_other_flows("a", "x")] == [False, False]
+
+
+def test_a_flood_of_one_adapter_leaves_places_in_the_queue_for_others() -> None:
+    driver = Driver(policy="fair", num_blocks=400, max_num_seqs=2, max_num_waiting=80)
+    driver.add(ask(make_request("base", 8, 4), adapter=None))
+    refused = 0
+    for number in range(100):
+        try:
+            driver.add(ask(make_request(f"flood{number}", 8, 4), adapter=adapter_use(1)))
+        except QueueFullError as error:
+            refused += 1
+            assert error.reason == "queue-share"
+            assert "requests for this adapter wait already" in str(error)
+    assert refused
+    driver.add(ask(make_request("rare", 8, 4), adapter=adapter_use(2)))
+    driver.add(make_request("again", 8, 4))
+    assert driver.scheduler._requests["rare"].boosted
+    driver.run()
 
 
 def test_several_tenants_lately() -> None:
@@ -205,9 +275,9 @@ class Steps:
         return 0.006 + 0.0005 * wide + 0.0008 * len(plan.rows)
 
 
-def p99(policy: str, heavy: float, seed: int = 5) -> tuple[float, float]:
+def p99(policy: str, heavy: float, seed: int = 5, *, adapters: bool = False) -> tuple[float, float]:
     """The light tenant's p99 TTFT beside a flood of so many requests a second, and the share of its
-    requests that were on time."""
+    requests that were on time. ``adapters``: both are adapters that one tenant asks for."""
     rng = random.Random(seed)
 
     def stream(rate: float, tenant: str) -> list[Arrival]:
@@ -216,7 +286,8 @@ def p99(policy: str, heavy: float, seed: int = 5) -> tuple[float, float]:
                 rng.uniform(0.0, 70.0),
                 rng.randint(20, 700),
                 rng.randint(20, 120),
-                tenant=tenant,
+                tenant="" if adapters else tenant,
+                adapter=tenant if adapters else "",
                 slo_class="interactive",
                 ttft=1.0,
                 tpot=0.1,
@@ -235,7 +306,9 @@ def p99(policy: str, heavy: float, seed: int = 5) -> tuple[float, float]:
         s.ttft
         for s in served
         # before that, step times are not known
-        if s.arrival.tenant == "light" and s.arrival.at >= 10.0 and s.ttft is not None
+        if "light" in (s.arrival.tenant, s.arrival.adapter)
+        and s.arrival.at >= 10.0
+        and s.ttft is not None
     )
     assert len(ttfts) >= 25
     return ttfts[-1], sum(ttft <= 1.0 for ttft in ttfts) / len(ttfts)
@@ -248,6 +321,17 @@ def p99(policy: str, heavy: float, seed: int = 5) -> tuple[float, float]:
 def test_a_flood_neither_delays_nor_demotes_a_light_tenant(heavy: float, seed: int) -> None:
     alone, _ = p99("fair", 0.0, seed)
     beside, on_time = p99("fair", heavy, seed)
+    assert beside <= 1.5 * alone
+    assert on_time >= 0.95
+
+
+@pytest.mark.parametrize("heavy", [4.0, 10.0])
+@pytest.mark.parametrize(
+    "seed", [5, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (6, 7))]
+)
+def test_a_flood_of_one_adapter_neither_delays_nor_demotes_another(heavy: float, seed: int) -> None:
+    alone, _ = p99("fair", 0.0, seed, adapters=True)
+    beside, on_time = p99("fair", heavy, seed, adapters=True)
     assert beside <= 1.5 * alone
     assert on_time >= 0.95
 
