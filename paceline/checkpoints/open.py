@@ -106,19 +106,25 @@ def open_model(
     return _format_of(path).open_model(path, runner, convert)
 
 
-def open_adapter(path: Path, config: ModelConfig, max_rank: int | None = None) -> AdapterFile:
+def open_adapter(
+    path: Path,
+    config: ModelConfig,
+    max_rank: int | None = None,
+    pause: Callable[[], None] = lambda: None,
+) -> AdapterFile:
     """Open a LoRA adapter for a model: a ``.gguf`` file or a folder of ``peft``.
 
     Args:
         max_rank: most ranks of a module; None: any number.
+        pause: called after each small part of the work.
 
     Raises:
         CheckpointError: missing, malformed, unsafe, not supported, or of another model's shape.
     """
     if path.is_dir():
-        return open_peft(path, config, max_rank)
+        return open_peft(path, config, max_rank, pause)
     if path.is_file():
-        return open_gguf_adapter(path, config, max_rank)
+        return open_gguf_adapter(path, config, max_rank, pause)
     raise CheckpointError(f"{path}: no such file or folder")
 
 

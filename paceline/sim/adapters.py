@@ -83,7 +83,9 @@ class _Loads:
     def shutdown(self, *, cancel_futures: bool) -> None:
         """Do nothing: there is no thread."""
 
-    def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> OpenedAdapter:
+    def open_adapter(
+        self, path: str, max_rank: int | None, dtype: str, pause: Callable[[], None]
+    ) -> OpenedAdapter:
         return _Opened(path, self._settings.num_bytes)
 
     def load_adapter(

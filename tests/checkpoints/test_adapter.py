@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from paceline.checkpoints.model.adapter import MODULES, AdapterFile
 from paceline.checkpoints.open import open_adapter
@@ -61,6 +63,48 @@ def test_scales_follow_the_fields(tmp_path: Path) -> None:
     assert found[0, "mlp.down_proj"] == 1.0
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"exclude_modules": ["lm_head"]}, {"layers_to_transform": [0]}, {"layers_pattern": "layers"},
+     {"target_modules": "all-linear"}, {"init_lora_weights": "gaussian"}],
+)  # fmt: skip
+def test_tensors_decide_and_these_fields_do_not(tmp_path: Path, fields: dict[str, Any]) -> None:
+    plain = open_adapter(write_peft(tmp_path / "a", PAIRS), CONFIG).read()
+    found = open_adapter(write_peft(tmp_path / "b", PAIRS, **fields), CONFIG).read()
+    assert found.digest == plain.digest
+
+
+def test_modules_to_save_without_tensors_are_told_and_harmless(tmp_path: Path) -> None:
+    file = open_adapter(write_peft(tmp_path / "a", PAIRS, modules_to_save=["score"]), CONFIG)
+    assert file.notes[0] == "modules_to_save=['score']: no such tensors are there"
+    assert len(file.read().pairs) == len(PAIRS)
+
+
+def test_matrices_may_lie_the_other_way_round(tmp_path: Path) -> None:
+    tensors = {name: np.ascontiguousarray(each.T) for name, each in tensors_of(PAIRS).items()}
+    folder = write_peft(tmp_path / "a", PAIRS, tensors, fan_in_fan_out=True)
+    plain = open_adapter(write_peft(tmp_path / "b", PAIRS), CONFIG).read()
+    assert open_adapter(folder, CONFIG).read().digest == plain.digest
+
+
+def test_files_may_be_several_and_in_half_precision(tmp_path: Path) -> None:
+    tensors = {name: each.astype(np.float16) for name, each in tensors_of(PAIRS).items()}
+    whole = open_adapter(write_peft(tmp_path / "a", PAIRS, tensors), CONFIG).read()
+    for (_, a, b), wanted in zip(whole.pairs, PAIRS.values(), strict=True):
+        assert np.abs(a - wanted[0]).max() <= np.abs(a).max() / 1024
+        assert np.abs(b - wanted[1]).max() <= np.abs(b).max() / 1024
+    folder, names = write_peft(tmp_path / "b", PAIRS, tensors), sorted(tensors)
+    (folder / "adapter_model.safetensors").unlink()
+    files: dict[str, str] = {}
+    for number in range(2):
+        file = f"adapter_model-{number}.safetensors"
+        save_file({name: tensors[name] for name in names[number::2]}, folder / file)
+        files |= dict.fromkeys(names[number::2], file)
+    index = folder / "adapter_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    assert open_adapter(folder, CONFIG).read().digest == whole.digest
+
+
 def test_the_digest_is_of_the_contents_alone(tmp_path: Path) -> None:
     folder = write_peft(tmp_path / "a", PAIRS)
     digest = open_adapter(folder, CONFIG).read().digest
@@ -83,6 +127,20 @@ def test_a_gguf_file_equals_the_folder(tmp_path: Path) -> None:
     file = open_adapter(path, CONFIG)
     assert file.read().digest == folder.digest
     assert file.notes == ("adapter.lora.task_name=sql",)
+
+
+def test_opening_and_reading_pause_after_each_pair(tmp_path: Path) -> None:
+    """Steps run meanwhile, and nothing of it holds them up for long."""
+    for path in (
+        write_peft(tmp_path / "a", PAIRS),
+        write_gguf_adapter(tmp_path / "a.gguf", CONFIG, PAIRS),
+    ):
+        pauses: list[None] = []
+        file = open_adapter(path, CONFIG, pause=lambda: pauses.append(None))  # noqa: B023
+        assert len(pauses) >= len(PAIRS)
+        pauses.clear()
+        file.read(lambda: pauses.append(None))  # noqa: B023
+        assert len(pauses) == len(PAIRS)
 
 
 def test_fused_modules_are_split(tmp_path: Path) -> None:
@@ -109,7 +167,10 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"use_qalora": True}, "use_qalora"),
-    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+    *(
+        ({"init_lora_weights": kind}, f"init_lora_weights={kind!r}")
+        for kind in ("pissa", "pissa_niter_4", "olora", "corda", "loftq")
+    ),
     ({"init_lora_weights": "of_tomorrow"}, "init_lora_weights='of_tomorrow' is not served"),
     ({"a_field_of_tomorrow": "on"}, "a_field_of_tomorrow"),
     ({"r": 5}, "has rank 4, r or rank_pattern says 5"),
@@ -167,11 +228,12 @@ def test_every_tensor_is_used_or_the_adapter_is_refused(
 
 
 def test_values_are_checked_when_they_are_read(tmp_path: Path) -> None:
-    bad = PAIRS[0, MODULES[0]][1].copy()
-    bad[3, 1] = np.nan
-    folder = write_peft(tmp_path / "a", PAIRS, _with(f"{FIRST}.lora_B.weight", bad))
-    with pytest.raises(CheckpointError, match=r"q_proj\.lora_B\.weight holds values that are not"):
-        open_adapter(folder, CONFIG).read()
+    for wrong in (np.nan, np.inf):
+        bad = PAIRS[0, MODULES[0]][1].copy()
+        bad[3, 1] = wrong
+        folder = write_peft(tmp_path / "a", PAIRS, _with(f"{FIRST}.lora_B.weight", bad))
+        with pytest.raises(CheckpointError, match=r"q_proj\.lora_B\.weight holds values that are"):
+            open_adapter(folder, CONFIG).read()
     idle = {key: (a, np.zeros_like(b)) for key, (a, b) in PAIRS.items()}
     folder = write_peft(tmp_path / "b", idle)
     with pytest.raises(CheckpointError, match="would do nothing"):

@@ -70,7 +70,9 @@ class FaultyBackend(NullBackend):
             time.sleep(600)
         return super().execute(plan)
 
-    def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> OpenedAdapter:
+    def open_adapter(
+        self, path: str, max_rank: int | None, dtype: str, pause: Callable[[], None]
+    ) -> OpenedAdapter:
         return _Opened()
 
     def load_adapter(

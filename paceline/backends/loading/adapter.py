@@ -72,13 +72,16 @@ class ModelAdapters:
     ) -> None:
         self._config, self._make, self._by_slot, self._dtype = config, make, by_slot, dtype
 
-    def open(self, path: str, max_rank: int | None, dtype: str) -> PlannedAdapter:
-        """Check a file's header. Raises CheckpointError.
+    def open(
+        self, path: str, max_rank: int | None, dtype: str, pause: Callable[[], None]
+    ) -> PlannedAdapter:
+        """Check a file's header. Calls ``pause`` after each small part of the work. Raises
+        CheckpointError.
 
         Args:
             dtype: "float32", "bfloat16", or "auto": float32 where the model is.
         """
-        file = open_adapter(Path(path), self._config, max_rank)
+        file = open_adapter(Path(path), self._config, max_rank, pause)
         return PlannedAdapter(file, "float32" in (dtype, self._dtype if dtype == "auto" else ""))
 
     def load(self, slot: int, opened: PlannedAdapter, pause: Callable[[], None]) -> tuple[str, int]:

@@ -124,12 +124,14 @@ class WorkerBackend:
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-masks")
         self._runner.constrain(matchers, self._mask_thread)
 
-    def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> PlannedAdapter:
+    def open_adapter(
+        self, path: str, max_rank: int | None, dtype: str, pause: Callable[[], None]
+    ) -> PlannedAdapter:
         """Implement ``AdapterBackend.open_adapter``. Raises CheckpointError where the model has no
         adapters."""
         if self._adapters is None:
             raise CheckpointError(f"{path}: a model that is pooled has no adapters")
-        return self._adapters.open(path, max_rank, dtype)
+        return self._adapters.open(path, max_rank, dtype, pause)
 
     def load_adapter(
         self, slot: int, opened: PlannedAdapter, pause: Callable[[], None]

@@ -11,7 +11,7 @@ This module does not know how an adapter is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,9 +34,15 @@ _ENDS: Final = (".lora_a", ".lora_b")
 _SHOWN: Final = ("adapter.lora.task_name", "adapter.lora.prompt_prefix")
 
 
-def open_gguf_adapter(path: Path, config: ModelConfig, max_rank: int | None = None) -> AdapterFile:
-    """Open a file for a model. Raises CheckpointError, naming the key or the tensor, for what is
-    malformed, not supported, or does not fit the model."""
+def open_gguf_adapter(
+    path: Path,
+    config: ModelConfig,
+    max_rank: int | None = None,
+    pause: Callable[[], None] = lambda: None,
+) -> AdapterFile:
+    """Open a file for a model; calls ``pause`` after each small part of the work. Raises
+    CheckpointError, naming the key or the tensor, for what is malformed, not supported, or does not
+    fit the model."""
     file = read_gguf(path)
     alpha = _alpha(file.metadata, path)
     architecture = find_architecture(file.metadata)
@@ -66,6 +72,7 @@ def open_gguf_adapter(path: Path, config: ModelConfig, max_rank: int | None = No
         scale = alpha / rank if alpha and rank else 1.0
         shapes = a.shape, b.shape
         pairs[layer, module] = AdapterPair(layer, module, (a.name, b.name), shapes, scale, read)
+        pause()
     shown = tuple(f"{key}={file.metadata[key]!s:.80}" for key in _SHOWN if key in file.metadata)
     return AdapterFile.of(path, config, pairs, max_rank=max_rank, notes=shown)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -59,15 +59,23 @@ _NAME: Final = re.compile(
 )
 
 
-def open_peft(folder: Path, config: ModelConfig, max_rank: int | None = None) -> AdapterFile:
-    """Open a folder for a model. Raises CheckpointError, naming the field or the tensor, for what
-    is malformed, not supported, or does not fit the model."""
+def open_peft(
+    folder: Path,
+    config: ModelConfig,
+    max_rank: int | None = None,
+    pause: Callable[[], None] = lambda: None,
+) -> AdapterFile:
+    """Open a folder for a model; calls ``pause`` after each small part of the work. Raises
+    CheckpointError, naming the field or the tensor, for what is malformed, not supported, or does
+    not fit the model."""
     raw = read_json_object(folder / _CONFIG)
     if raw is None:
         raise CheckpointError(f"{folder} has no {_CONFIG}, so it is no adapter")
     where = f"{folder / _CONFIG}"
     notes = _check_fields(raw, where)
-    found, left = _pairs(_entries(folder))
+    entries = _entries(folder)
+    pause()
+    found, left = _pairs(entries, pause)
     if left:
         raise CheckpointError(
             f"{folder}: {len(left)} tensors are not served, such as {', '.join(left[:3])}"
@@ -84,6 +92,7 @@ def open_peft(folder: Path, config: ModelConfig, max_rank: int | None = None) ->
         rank = shape[0] if shape else 0
         scale = _scale(raw, f"layers.{layer}.{module}", rank, where)
         pairs |= _split(config, layer, module, (a, b), scale, transposed=transposed)
+        pause()
     return AdapterFile.of(folder, config, pairs, max_rank=max_rank, notes=notes)
 
 
@@ -130,7 +139,7 @@ _Half: TypeAlias = tuple[str, SafetensorsEntry] | None
 
 
 def _pairs(
-    entries: Mapping[str, SafetensorsEntry],
+    entries: Mapping[str, SafetensorsEntry], pause: Callable[[], None]
 ) -> tuple[dict[tuple[int, str], list[_Half]], list[str]]:
     """Return A and B by layer and module, and the names of all other tensors."""
     pairs: dict[tuple[int, str], list[_Half]] = {}
@@ -145,6 +154,7 @@ def _pairs(
         if half[place] is not None:
             left.append(name)
         half[place] = name, entry
+        pause()
     return pairs, left
 
 

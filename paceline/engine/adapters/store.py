@@ -78,8 +78,11 @@ class OpenedAdapter(Protocol):
 class AdapterBackend(Protocol):
     """A ModelBackend that computes with adapters. Loading is called from any thread."""
 
-    def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> OpenedAdapter:
-        """Check a file's header. Raises CheckpointError."""
+    def open_adapter(
+        self, path: str, max_rank: int | None, dtype: str, pause: Callable[[], None]
+    ) -> OpenedAdapter:
+        """Check a file's header. Calls ``pause`` after each small part of the work. Raises
+        CheckpointError."""
 
     def load_adapter(
         self, slot: int, opened: OpenedAdapter, pause: Callable[[], None]
@@ -206,10 +209,7 @@ class AdapterStore:
         assert key not in self._adapters, f"adapter {key} is registered"
         adapter = self._adapters[key] = self._under_way[key] = _Adapter(path, digest=digest)
         self._tell_loading()
-        limits = self._limits
-        adapter.opening = self._thread.submit(
-            self._backend.open_adapter, path, limits.max_rank, limits.dtype
-        )
+        adapter.opening = self._thread.submit(self._open, path)
 
     def forget(self, key: str) -> None:
         """Take no new requests for an adapter; its memory goes with the last request."""
@@ -402,6 +402,12 @@ class AdapterStore:
             for _ in adapter.behind:
                 self._books.lease(key)
             adapter.behind.clear()
+
+    def _open(self, path: str) -> OpenedAdapter:
+        """Open on the store's own thread."""
+        self._slices.begin()
+        limits, pause = self._limits, self._slices.pause
+        return self._backend.open_adapter(path, limits.max_rank, limits.dtype, pause)
 
     def _load(self, slot: int, opened: OpenedAdapter) -> _Loaded:
         """Load on the store's own thread."""

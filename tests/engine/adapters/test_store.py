@@ -36,7 +36,9 @@ class Backend:
         self.may_open = threading.Event()
         self.may_open.set()
 
-    def open_adapter(self, path: str, max_rank: int | None, dtype: str) -> Opened:
+    def open_adapter(
+        self, path: str, max_rank: int | None, dtype: str, pause: Callable[[], None]
+    ) -> Opened:
         self.threads.add(threading.get_ident())
         assert self.may_open.wait(10)
         if path == "bad":
