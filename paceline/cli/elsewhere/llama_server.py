@@ -149,6 +149,9 @@ LLAMA_SERVER: Final = (
     same("--ssl-key-file", "--ssl-keyfile"),
     same("--ssl-cert-file", "--ssl-certfile"),
     refused("--mmproj --mmproj-url", "pictures are not taken: leave it out to serve the text"),
+    refused("--lora --lora-scaled", "--enable-lora --lora-modules NAME=FILE serves it as the model "
+            "NAME; POST /lora-adapters applies it to llama-server's endpoints", "?"),
+    already("--lora-init-without-apply", "always the case: POST /lora-adapters applies adapters"),
     refused("--models-preset", "--model NAME=MODEL,FLAG=VALUE gives a model flags of its own"),
     refused("--slot-save-path", "prefixes are kept in memory: --prefix-cache-memory"),
     refused("--api-prefix", "let a proxy take the prefix off: docs/use/recipes.md"),

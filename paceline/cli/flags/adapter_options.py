@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from paceline.cli.flags.arguments import Parser, bounded_int, memory_size
+from paceline.cli.flags.modelfile import is_modelfile, read_modelfile
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def add_adapter_options(parser: Parser) -> None:
         type=lora_module,
         default=[],
         metavar="NAME=PATH",
-        help="adapters to load at start: folders of peft or GGUF files; also as JSON with name and "
-        "path",
+        help="adapters to load at start: folders of peft, GGUF files, or Ollama's Modelfiles with "
+        "FROM and ADAPTER; also as JSON with name and path",
     )
     group.add_argument(
         "--max-loras",
@@ -164,8 +165,31 @@ def adapter_config(args: argparse.Namespace) -> AdapterConfig:
             if folder is not None and not folder.is_dir():
                 raise ConfigError(f"{flag} {folder} is no folder")
     return AdapterConfig(
-        modules=tuple(AdapterModule(*module) for module in args.lora_modules),
+        modules=tuple(
+            AdapterModule(name, _file_of(path, args)) for name, path in args.lora_modules
+        ),
         allow_runtime=_allows_runtime(args),
         roots=tuple(Path(os.path.abspath(root)) for root in args.lora_root),
         resolve=None if resolve is None else Path(os.path.abspath(resolve)),
     )
+
+
+def _file_of(path: str, args: argparse.Namespace) -> str:
+    """Return an adapter's path, which may be in a Modelfile. Raises ConfigError for one that is not
+    on the model that is served."""
+    if not is_modelfile(Path(path)):
+        return path
+    base, adapter = read_modelfile(Path(path))
+    names = {str(args.model), *args.served_model_name}
+    plain = base.removesuffix(":latest")
+    file = Path(path).parent / Path(base).expanduser()
+    if plain not in names and not any(_is_same(file, name) for name in names):
+        raise ConfigError(
+            f"{path}: FROM {base!r:.80} is not the model that is served "
+            f"({', '.join(sorted(names))}): serve it, or give --served-model-name that name"
+        )
+    return str(adapter)
+
+
+def _is_same(file: Path, name: str) -> bool:
+    return file.exists() and Path(name).exists() and file.samefile(name)
