@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -24,13 +25,15 @@ from safetensors.numpy import load_file, save_file
 
 from paceline.backends.native import unavailable_reason
 from paceline.checkpoints.open import open_checkpoint
+from paceline.cli import wiring
 from paceline.cli.flags.settings import ENGINE_PROCESS, EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
-from paceline.engine.types import GenerationRequest
+from paceline.engine.types import AdapterStatus, GenerationRequest
+from paceline.errors import EngineLostError
 from paceline.server.app import create_app, service_of
 from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
 from tests.backends.torch.models import save_model
@@ -160,6 +163,8 @@ async def test_every_api_answers_under_the_adapters_name(folder: Path) -> None:
                     more = {"options": {"num_predict": 2}}
                 got = await http.post(path, json={"model": model, **body, **more})
                 assert got.status_code == 200, (path, got.text)
+                told = got.headers.get("x-paceline-adapter")
+                assert told == ("resident" if model == "a" else None), path
                 answers.append(got.json())
             assert [answer["model"] for answer in answers] == ["a", "base"], path
             # a name alone could be that of an answer without the adapter
@@ -169,6 +174,7 @@ async def test_every_api_answers_under_the_adapters_name(folder: Path) -> None:
             "/v1/chat/completions",
             json={"model": "b", "messages": chat, "max_tokens": 2, "stream": True},
         )
+        assert events.headers["x-paceline-adapter"] == "resident"
         assert events.text.count('"model":"b"') >= 2
         assert '"model":"base"' not in events.text
         cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}
@@ -208,8 +214,9 @@ async def test_few_places_serve_many_adapters(folder: Path, exact: dict[str, lis
         # the wait is part of what a request is told, and of the time to its first token
         body = {"model": "a", "prompt": PROMPT, "max_tokens": 2, "explain": True}
         await say(http, "b")
-        answer = (await http.post("/v1/completions", json=body)).json()
-        (told,) = answer["usage"]["timeline"]
+        got = await http.post("/v1/completions", json=body)
+        assert got.headers["x-paceline-adapter"] == "loaded"
+        (told,) = got.json()["usage"]["timeline"]
         assert told["waited_ms"]["adapter"] > 0
 
 
@@ -229,6 +236,28 @@ async def test_a_cap_on_adapters_of_one_step_delays_and_changes_nothing(
         names = ["a", "b", "base", "c", "a"]
         assert await asyncio.gather(*(say(http, n) for n in names)) == [exact[n] for n in names]
         assert most == 1
+
+
+async def test_a_grammar_holds_what_every_adapter_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks are of the request's grammar and logits of its adapter, in one batch."""
+    # grammars are compiled for the model's own tokenizer, and this model has none
+    monkeypatch.setattr(wiring, "build_tokenizer", lambda _: ByteTokenizer())
+    fields = {"structured_outputs": {"regex": "[a-z]{12}"}, "ignore_eos": False}
+    wanted = {}
+    for name in ("base", *NAMES):
+        async with serving(folder, name) as (http, _, _):
+            wanted[name] = await say(http, "base", **fields), await say(http, "base")
+    held = [each for each, _ in wanted.values()]
+    assert len({tuple(ids) for ids in held}) == 4
+    assert all(re.fullmatch("[a-z]{12}", ByteTokenizer().decode(ids)) for ids in held)
+    async with serving(folder) as (http, _, _):
+        for _ in range(2):
+            # the second time the grammar is compiled and prefixes are warm
+            asked = [(name, more) for name in wanted for more in (fields, {})]
+            found = await asyncio.gather(*(say(http, name, **more) for name, more in asked))
+            assert found == [ids for each in wanted.values() for ids in each]
 
 
 async def test_a_name_that_is_loaded_again_has_the_new_contents(
@@ -256,11 +285,17 @@ async def test_a_name_that_is_loaded_again_has_the_new_contents(
         assert (await running)[:12] == exact["a"]
         assert [await say(http, "base"), await say(http, "x")] == [exact["base"], exact["b"]]
         before = client._core.adapters.books.num_bytes  # type: ignore[union-attr]
+        # a request that is under way keeps what it uses
+        running = asyncio.create_task(say(http, "x", max_tokens=100))
+        while not any(r.first_token_time for r in client._core.scheduler.requests):
+            await asyncio.sleep(0.001)
         got = await http.post("/v1/unload_lora_adapter", json={"lora_name": "x"})
         assert got.text == "Success: LoRA adapter 'x' removed successfully."
         assert (
             await http.post("/v1/completions", json={"model": "x", "prompt": "a"})
         ).status_code == 404
+        assert client._core.adapters.books.num_bytes == before  # type: ignore[union-attr]
+        assert (await running)[:12] == exact["b"]
         for _ in range(200):
             if not client._core.adapters.books.num_bytes:  # type: ignore[union-attr]
                 break
@@ -312,6 +347,25 @@ async def test_bad_loads_say_what_is_wrong(folder: Path, tmp_path: Path) -> None
     async with serving(folder, config=AdapterConfig()) as (http, _, _):
         got = await http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "a"})
         assert got.status_code == 403
+
+
+async def test_a_load_whose_engine_ends_meanwhile_is_answered_503(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AdapterConfig(allow_runtime=True, roots=(folder / "adapters",))
+    load = {"lora_name": "x", "lora_path": "a"}
+    async with serving(folder, config=config) as (http, client, _):
+
+        async def lost(key: str, path: str) -> AdapterStatus:
+            raise EngineLostError("the engine process ended", 1.0)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "load_adapter", lost)
+            got = await http.post("/v1/load_lora_adapter", json=load)
+        assert got.status_code == 503, got.text
+        assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]] == ["base"]
+        # the name is free again
+        assert (await http.post("/v1/load_lora_adapter", json=load)).status_code == 200
 
 
 async def test_unknown_names_are_looked_for_in_one_folder(

@@ -58,6 +58,12 @@ class AdapterNames:
     def by_name(self) -> Mapping[str, NamedAdapter]:
         return self._by_name
 
+    def state_of(self, adapter: NamedAdapter) -> str:
+        """Return what a request that comes now does with an adapter: it is ``resident``, or is
+        ``loaded`` for the request."""
+        status = self._client.adapters.get(adapter.key)
+        return "resident" if status is not None and status.status == "resident" else "loaded"
+
     def status_of(self, name: str) -> AdapterStatus | None:
         """Return the latest news of an adapter; None: its engine is being replaced."""
         return self._client.adapters.get(self._by_name[name].key)

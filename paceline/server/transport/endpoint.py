@@ -15,6 +15,7 @@ from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, SSE, EventStream, event, first_event, unless_disconnected
 from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import GenerationOptions, RequestRules
+from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_headers
 from paceline.server.transport.middleware import (
     may_administer,
@@ -25,6 +26,7 @@ from paceline.server.transport.middleware import (
 from paceline.server.transport.responses import json_response
 
 __all__ = [
+    "ADAPTER_HEADER",
     "IGNORED_HEADER",
     "JSON_BODY",
     "Answered",
@@ -39,6 +41,8 @@ __all__ = [
 
 # names the fields that were not read
 IGNORED_HEADER: Final = "x-paceline-ignored-fields"
+# says whether the request's adapter was in memory, or was loaded for it
+ADAPTER_HEADER: Final = "x-paceline-adapter"
 # bodies are parsed by hand (protocol/requests.py), so the schema for /docs only names their type
 JSON_BODY: Final = {
     "requestBody": {
@@ -60,6 +64,10 @@ class Answered(Protocol):
 
     @property
     def ignored_fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def adapter(self) -> NamedAdapter | None:
+        """The adapter of the request, if any."""
 
 
 class _Parsed(Protocol):
@@ -142,7 +150,7 @@ async def respond(
     media_type: str = SSE,
 ) -> Response:
     """Run a parsed request and answer it, whole or as a stream, with a header that names the fields
-    that were not read.
+    that were not read, and one that says how its adapter was found.
 
     Args:
         failed: makes the last bytes of a stream that breaks.
@@ -150,9 +158,11 @@ async def respond(
     """
     service.check_generates()
     request_id = options.request_id or request_id_of(request)
+    headers = _adapter_header(service, options)
     if not options.stream:
         whole = answer(service, parsed, request_id, arrival)
         response = json_response(await unless_disconnected(request.receive, whole))
+        response.headers.update(headers)
         return with_ignored(response, options)
     # streams of other types have no comments
     keep_alive = service.config.sse_keep_alive if media_type == SSE else 0.0
@@ -166,4 +176,12 @@ async def respond(
     stream = EventStream(
         first, rest, describe, keep_alive, shortcut=shortcut, media_type=media_type
     )
+    stream.headers.update(headers)
     return with_ignored(stream, options)
+
+
+def _adapter_header(service: Service, options: Answered) -> dict[str, str]:
+    """Return the header of a request with an adapter, from what is in memory before it runs."""
+    if options.adapter is None or service.adapters is None:
+        return {}
+    return {ADAPTER_HEADER: service.adapters.state_of(options.adapter)}

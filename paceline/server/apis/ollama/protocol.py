@@ -31,6 +31,7 @@ from paceline.server.protocol.requests import (
     parse_chat,
     parse_completion,
 )
+from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.protocol.schemas import Schema
 
 __all__ = [
@@ -240,6 +241,10 @@ class OllamaRequest:
     # absent from Ollama's bodies
     request_id: None = None
     ignored_fields: tuple[str, ...] = ()
+
+    @property
+    def adapter(self) -> NamedAdapter | None:
+        return None if self.asked is None else self.asked.options.adapter
 
 
 def served_name(name: str, rules: RequestRules) -> str:
