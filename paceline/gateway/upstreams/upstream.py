@@ -35,7 +35,9 @@ __all__ = ["Running", "Upstream", "UpstreamModel"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# assumed seconds to load an adapter, and most that are believed
+# states of one of a server's several models that a request waits for
+_COLD: Final = ("known", "unloaded", "loading")
+# assumed seconds to load it, or an adapter, and most that are believed
 _LOAD_SECONDS: Final = 0.1
 _MOST_LOAD_SECONDS: Final = 60.0
 # the process's start time, in Prometheus' standard metric
@@ -76,11 +78,18 @@ class UpstreamModel:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds that a request waits for it: of an adapter that is not in memory, as the engine
-        says, or else usual ones."""
-        if self.entry.get("status") != "registered":
+        """Seconds that a request waits for it: of an adapter, or one of several models, that is not
+        in memory, as the engine says, or else usual ones."""
+        status, said = self.entry.get("status"), self.entry.get("load_seconds")
+        if isinstance(status, Mapping):
+            said = status.get("load_seconds")
+            if status.get("value") == "failed":
+                return _MOST_LOAD_SECONDS
+            is_cold = status.get("value") in _COLD
+        else:
+            is_cold = status == "registered"
+        if not is_cold:
             return 0.0
-        said = self.entry.get("load_seconds")
         if isinstance(said, (int, float)) and 0.0 < said < _MOST_LOAD_SECONDS:
             return float(said)
         return _LOAD_SECONDS
@@ -114,7 +123,7 @@ class Upstream:
         self.running: set[Running] = set()
         # None: not known yet
         self.models: dict[str, UpstreamModel] | None = None
-        # adapters that requests sent since then have it load
+        # adapters and models that requests sent since then have it load
         self._loads: set[str] = set()
         # the models as listed, without contexts from ``capabilities``, which a restart clears
         self._listed: dict[str, UpstreamModel] = {}
@@ -366,12 +375,12 @@ class Upstream:
         }
 
     def load_seconds(self, name: str) -> float:
-        """Return the seconds that a request for a model waits for its adapter to be loaded."""
+        """Return the seconds that a request waits until its model, or adapter, is loaded."""
         model = (self.models or {}).get(name)
         return 0.0 if model is None or name in self._loads else model.load_seconds
 
     def note_load(self, name: str) -> None:
-        """Note that a request was sent there, for which the engine loads its adapter."""
+        """Note that a request was sent there, for which the engine loads the model or adapter."""
         if self.load_seconds(name):
             self._loads.add(name)
 

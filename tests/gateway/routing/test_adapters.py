@@ -54,3 +54,21 @@ def test_a_request_that_was_sent_has_its_engine_load_the_adapter_once() -> None:
 def test_what_an_engine_says_of_its_loads_is_not_believed_blindly() -> None:
     for strange in (-1, 1e9, float("nan"), "2", None):
         assert made("registered", strange).load_seconds("sql") == 0.1
+
+
+def test_one_of_several_models_that_is_not_in_memory_costs_its_load_too() -> None:
+    def of(value: str, seconds: object = 2.5) -> Upstream:
+        engine = made("", name=value)
+        status = {"value": value, "load_seconds": seconds}
+        engine.lists([{"id": "sql", "status": status}], {})
+        return engine
+
+    assert [of(value).load_seconds("sql") for value in ("known", "unloaded", "loading")] == [
+        2.5
+    ] * 3
+    assert of("ready").load_seconds("sql") == of("draining").load_seconds("sql") == 0.0
+    assert of("unloaded", "soon").load_seconds("sql") == 0.1
+    # llama-server's router has no seconds
+    assert of("loaded", None).load_seconds("sql") == 0.0
+    assert chosen(of("unloaded"), of("ready")) == {"ready"}
+    assert chosen(of("unloaded"), of("failed")) == {"unloaded"}
