@@ -123,7 +123,7 @@ int paceline_set_rope(PacelineModel* model, int table, const float* cos, const f
 }
 
 int paceline_ready(PacelineModel* model) {
-  return guarded([&] { model->model.check_loaded(); });
+  return guarded([&] { model->model.ready(); });
 }
 
 void* paceline_piece(PacelineModel* model, int64_t index, int64_t* bytes) {

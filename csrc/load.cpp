@@ -377,6 +377,11 @@ bool Model::has_tensor(int kind, const Layer& layer) const {
   }
 }
 
+void Model::ready() {
+  check_loaded();
+  team_.renew();
+}
+
 void Model::check_loaded() const {
   for (int64_t i = 0; i < config_.layers; ++i) {
     const Layer& layer = layers_[size_t(i)];

@@ -128,6 +128,8 @@ class Model {
   void set_rope(int table, const float* cos, const float* sin);
   // throws std::invalid_argument naming a tensor that is missing
   void check_loaded() const;
+  // the same; and threads of the caller's priority compute from here on
+  void ready();
   // throws std::invalid_argument; then nothing has run
   void forward(const PacelineStep& step);
   void copy_blocks(const int64_t* from, const int64_t* to, int64_t count);

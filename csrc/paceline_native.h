@@ -128,6 +128,7 @@ int paceline_load(PacelineModel* model, int tensor, int64_t layer, int64_t exper
                   int64_t rows, int64_t columns);
 /* tables 0 or 1, each [max_positions, head_dim / 2] */
 int paceline_set_rope(PacelineModel* model, int table, const float* cos, const float* sin);
+/* checks that all is there; from here on the other threads have the priority of the one that calls this */
 int paceline_ready(PacelineModel* model);
 /* Piece `index` of what loading makes of tensors: its address and bytes, null behind the last. Written as they are
  * and read back into a model of the same config, all of them stand for loading, which paceline_restored says. */

@@ -92,16 +92,29 @@ bool Contention::add(int members, double seconds, double lost) {
 
 Team::Team(int threads, const RestTimes& times)
     : shares_(size_t(threads)), members_(threads), times_(times), contention_(times.window), pause_(times.pause) {
+  start(threads);
+}
+
+void Team::start(int threads) {
   threads_.reserve(size_t(threads - 1));
   try {
+    const uint32_t run = job_.load();
     for (int member = 1; member < threads; ++member)
-      threads_.emplace_back([this, member] { serve(member); });
+      threads_.emplace_back([this, member, run] { serve(member, run); });
   } catch (const std::exception& error) {
     // threads that nobody has joined end the process when they are destroyed
     stop();
     throw std::runtime_error("could start only " + std::to_string(threads_.size()) + " threads beside the caller's, not " +
                              std::to_string(threads - 1) + ": " + error.what());
   }
+}
+
+void Team::renew() {
+  const int threads = int(threads_.size()) + 1;
+  stop();
+  threads_.clear();
+  stop_.store(false);
+  start(threads);
 }
 
 Team::~Team() { stop(); }
@@ -180,8 +193,7 @@ void Team::resize(int members) {
   recall_.notify_all();
 }
 
-void Team::serve(int member) {
-  uint32_t run = 0;
+void Team::serve(int member, uint32_t run) {
   wait_change(job_, run, kIdleYields);
   for (run = job_.load(std::memory_order_acquire); !stop_.load();) {
     if (leaves_out(run, member)) {

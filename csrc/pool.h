@@ -57,6 +57,10 @@ class Team {
   // must not throw, so it takes no memory: the others would wait for a member that is gone.
   void run(const std::function<void(int)>& body);
 
+  // Replaces the threads by new ones, which have the priority of the calling thread. Between runs. Throws as the
+  // constructor does.
+  void renew();
+
   // Inside run, called by every member with its number: calls f(item) once for every item of
   // [0, count), and returns on all members once all are done. A member works through its own
   // contiguous share, `grain` at a time, so that it streams through memory; then it helps the others.
@@ -84,9 +88,11 @@ class Team {
   void barrier();
 
  private:
+  void start(int threads);
   // ends and joins the threads
   void stop();
-  void serve(int member);
+  // `run`: what job_ is until the first run
+  void serve(int member, uint32_t run);
   void work(int member);
   // whether a member has no part in what job_ was
   static bool leaves_out(uint32_t run, int member);

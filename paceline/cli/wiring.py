@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.checkpoints.hub.catalogue import ALIASES
 from paceline.cli.flags.arguments import shown_bytes
@@ -25,6 +25,7 @@ from paceline.core.pooling import PoolingInfo
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from paceline.backends.machine.yielding import Beside
     from paceline.core.memory.kv_cache import KVCacheManager
     from paceline.engine.adapters.store import AdapterStore
     from paceline.engine.blocks.keeper import BlockKeeper
@@ -52,17 +53,20 @@ _IDLE_BYTES = 256 * 2**20
 _ADAPTER_SHARE = 10
 
 
-def build_backend(settings: EngineSettings, *, own_process: bool = False) -> ModelBackend:
+def build_backend(
+    settings: EngineSettings, *, own_process: bool = False, beside: Beside | None = None
+) -> ModelBackend:
     """Load the model, or make the null backend.
 
     ``own_process``: nothing else runs in this process, so all of it may be bound to NUMA nodes.
+    ``beside``: does what takes long, on any thread; None: the thread that will compute.
 
     Raises CheckpointError for a bad model, ConfigError for settings this machine does not support.
     """
     if settings.backend == "null":
         return _null_backend(settings)
     if settings.backend == "torch":
-        return _model_backend(settings, own_process)
+        return _model_backend(settings, own_process, beside)
     raise ConfigError(f"unknown backend {settings.backend!r}: use torch or null")
 
 
@@ -107,8 +111,11 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
     )
 
 
-def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
+def _model_backend(
+    settings: EngineSettings, own_process: bool, beside: Beside | None
+) -> ModelBackend:
     from paceline.backends.loading.load import load_backend
+    from paceline.backends.machine.yielding import at_once
 
     assert settings.model_path is not None  # checked by EngineSettings
     load = settings.load
@@ -133,6 +140,7 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
         own_process=own_process,
+        beside=beside or at_once,
     )
 
 
@@ -301,7 +309,7 @@ def build_core(
     if settings.enable_lora:
         # chosen once, before weights take memory
         settings = settings.changed(lora_bytes=_adapter_bytes(settings))
-    backend = build_backend(settings, own_process=own_process)
+    backend = _built_backend(settings, own_process)
     try:
         info = backend.info
         max_model_len = choose_max_model_len(settings.load.max_model_len, info)
@@ -349,6 +357,18 @@ def build_core(
         backend.close()
         raise
     return core, engine_info(core, settings.model_name)
+
+
+def _built_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
+    """Build the backend; next to other engines its load yields to their steps."""
+    if settings.turn is None:
+        return build_backend(settings, own_process=own_process)
+    from paceline.backends.machine.yielding import yielding
+    from paceline.engine.models.loading import Loading
+
+    with Loading(Path(settings.turn)) as loading:
+        beside = cast("Beside", partial(yielding, is_crowded=loading.is_crowded))
+        return build_backend(settings, own_process=own_process, beside=beside)
 
 
 def _take_turns(backend: ModelBackend, page: str, weight: float) -> Sharing | None:

@@ -93,7 +93,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest, adapter_wait: floa
                 priority=request.priority,
                 cache_salt=salt,
                 adapter=adapter,
-                adapter_wait=adapter_wait,
+                adapter_wait=adapter_wait + request.load_wait,
                 slo=request.slo,
                 tenant=request.tenant,
                 fork_of=choice_id(request.request_id, 0) if index and is_new else None,

@@ -97,6 +97,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # False: no text is made (token-in/token-out callers)
     detokenize: bool = True
     arrival_time: float
+    # seconds since then that it has waited for its model to be loaded
+    load_wait: float = 0.0
     # lower runs sooner
     priority: int = 0
     cache_salt: str | None = None

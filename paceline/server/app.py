@@ -39,8 +39,8 @@ from paceline.server.transport.middleware import ExchangeMiddleware
 from paceline.server.transport.responses import http_exception
 
 if TYPE_CHECKING:
+    from paceline.engine.models.page import TurnUse
     from paceline.engine.models.pool import ModelPool
-    from paceline.engine.models.turn import TurnUse
 
 __all__ = ["SeveralModels", "batches_of", "create_app", "service_of"]
 

@@ -31,6 +31,7 @@ from paceline.backends.loading.plan import (
 )
 from paceline.backends.loading.settings import BackendSettings, BatchLimits
 from paceline.backends.machine.cpu import NO_TORCH, choose_num_blocks, has_torch
+from paceline.backends.machine.yielding import Beside, at_once
 from paceline.backends.native import Kinds, choose_kinds
 from paceline.backends.pooling.load import make_runner
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
@@ -179,6 +180,7 @@ def load_backend(
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 2048,
     own_process: bool = False,
+    beside: Beside = at_once,
 ) -> WorkerBackend:
     """Open a checkpoint and get ready to run plans.
 
@@ -188,6 +190,7 @@ def load_backend(
         max_num_batched_tokens: tokens of a step; sizes window blocks.
         own_process: this process runs only the backend, so all its threads are bound to the nodes;
             else only the threads that compute, which exclude the caller's.
+        beside: does what takes long, on any thread.
 
     Raises:
         CheckpointError: the model cannot be read.
@@ -196,18 +199,20 @@ def load_backend(
     if max_num_seqs < 1:
         raise ConfigError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
     limits = BatchLimits(max_num_seqs, max_num_batched_tokens)
-    return WorkerBackend(lambda: _load(checkpoint_path, settings, limits, own_process))
+    return WorkerBackend(lambda: _load(checkpoint_path, settings, limits, own_process, beside))
 
 
-def _load(path: Path, settings: BackendSettings, limits: BatchLimits, own_process: bool) -> Loaded:
+def _load(
+    path: Path, settings: BackendSettings, limits: BatchLimits, own_process: bool, beside: Beside
+) -> Loaded:
     """Load the model on the thread that will compute: open it, settle its plan, size its memory,
     read its weights."""
     started = time.monotonic()
-    opened = open_model(path, settings.runner, settings.convert)
+    opened = beside(lambda: open_model(path, settings.runner, settings.convert))
     if isinstance(opened, OpenedEncoder):
         return *load_encoder(opened, settings, limits, own_process), None
     was_opened = time.monotonic()
-    plan = settle_plan(path, opened, settings, limits, own_process)
+    plan = replace(settle_plan(path, opened, settings, limits, own_process), beside=beside)
     loader = choose_loader(plan)
     draft = choose_draft(plan) if settings.drafts else None
     sizes = choose_sizes(plan, loader, draft)

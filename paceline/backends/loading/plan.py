@@ -16,6 +16,7 @@ from paceline.backends.loading.settings import BackendSettings, BatchLimits
 from paceline.backends.machine.cpu import NO_TORCH, available_memory, has_torch, may_have_cuda
 from paceline.backends.machine.placement import Placement, choose_placement
 from paceline.backends.machine.topology import bind, format_list
+from paceline.backends.machine.yielding import Beside, at_once
 from paceline.backends.runner.interface import ModelLoader
 from paceline.checkpoints.heads.pooling import PoolingFiles
 from paceline.checkpoints.model.checkpoint import Checkpoint
@@ -115,6 +116,8 @@ class LoadPlan:
     device: str
     placement: Placement
     formats: Formats
+    # does what takes long while loading, on any thread
+    beside: Beside = at_once
 
 
 def settle_plan(
@@ -230,6 +233,7 @@ def _native_loader(plan: LoadPlan) -> ModelLoader:
         isa=formats.isa,
         has_head=plan.pooling is None,
         copies=copies,
+        beside=plan.beside,
     )
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from paceline import __version__
 from paceline.backends.machine.cpu import choose_threads
+from paceline.backends.machine.yielding import Beside, at_once
 from paceline.backends.native.adapters import step_pointers
 from paceline.backends.native.config import NativeConfig, NativeSettings
 from paceline.backends.native.library import ABI, Owner, Step, check, digest, library
@@ -103,6 +104,7 @@ class NativeModel(Owner):
         sliding_rope: the same for layers with a window, if the model has another one for these.
         copies: where a copy of the packed weights is read, if there is one, instead of
             ``tensors``, and is else written.
+        beside: does that, on any thread.
 
     Raises:
         ConfigError: no library, an unsupported shape, or tensors missing or of a wrong shape.
@@ -119,6 +121,7 @@ class NativeModel(Owner):
         *,
         sliding_rope: Rope | None = None,
         copies: PackedCopies | None = None,
+        beside: Beside = at_once,
     ) -> None:
         self._library = library()
         self._config, ropes = _configured(model, settings, rope, sliding_rope)
@@ -126,21 +129,9 @@ class NativeModel(Owner):
         # index of the first of each row's largest logits in the last step, -1 where one is not
         # finite, [R]; a view that the next step overwrites
         self.likeliest = self._most_likely = np.empty(0, dtype=np.int32)
-        self._handle = self._library.paceline_create(ctypes.byref(self._config))
-        if self._handle is None:
-            check(-1)
-        self._fill(tensors, ropes, settings, copies)
-
-    def _fill(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        ropes: Sequence[Rope],
-        settings: NativeSettings,
-        copies: PackedCopies | None,
-    ) -> None:
-        """Load all that the created model needs; one that fails is closed."""
+        self._handle = None
         try:
-            self._pack(tensors, settings, copies)
+            beside(lambda: self._make(tensors, settings, copies))
             for index, (cos, sin) in enumerate(ropes):
                 addresses = cos.ctypes.data, sin.ctypes.data
                 check(self._library.paceline_set_rope(self._handle, index, *addresses))
@@ -149,13 +140,16 @@ class NativeModel(Owner):
             self.close()
             raise
 
-    def _pack(
+    def _make(
         self,
         tensors: Iterable[tuple[str, Tensor]],
         settings: NativeSettings,
         copies: PackedCopies | None,
     ) -> None:
-        """Pack the tensors, or take the copy of what was packed before."""
+        """Make the model, and pack the tensors or take the copy of what was packed before."""
+        self._handle = self._library.paceline_create(ctypes.byref(self._config))
+        if self._handle is None:
+            check(-1)
         about: dict[str, object] = {} if copies is None else {
             "abi": ABI, "library": digest(), "version": __version__, "isa": self.isa,
             "dtype": settings.dtype, "kinds": settings.kinds.hex(), "has_head": settings.has_head,

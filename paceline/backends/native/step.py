@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.machine.yielding import Beside, at_once
 from paceline.backends.native.adapters import NativeAdapter
 from paceline.backends.native.block_formats import choose_kinds
 from paceline.backends.native.config import NativeSettings
@@ -222,6 +223,8 @@ class NativeLoader:
     has_head: bool = True
     # packed weights on disk; None: no copies
     copies: PackedCopies | None = None
+    # reads and packs the weights
+    beside: Beside = at_once
 
     # memory is taken when it is written
     max_host_bytes = math.inf
@@ -278,6 +281,7 @@ class NativeLoader:
             ),
             sliding_rope=None if sliding is None else tables(sliding),
             copies=self.copies,
+            beside=self.beside,
         )
 
         def move(count: int) -> None:

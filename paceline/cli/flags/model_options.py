@@ -2,7 +2,8 @@
 
 ::
 
-    --model NAME=PATH[,keep-alive=5m][,pin][,weight=2][,alias=OTHER][,FLAG[=VALUE]...]
+    --model NAME=PATH[,keep-alive=5m][,pin][,weight=2][,alias=OTHER][,fallback=OTHER]
+            [,FLAG[=VALUE]...]
 
 FLAG is any of the engine's flags, without its dashes; a comma within a value is written ``\\,``.
 """
@@ -55,6 +56,8 @@ class GivenModel:
     keep_alive: float | None = None
     pinned: bool = False
     weight: float = 1.0
+    # answers in its place while it is not in memory; empty: none
+    fallback: str = ""
     # flags of its own
     flags: tuple[str, ...] = ()
     # found in ``--models-dir``, where a broken file stops nothing
@@ -80,8 +83,8 @@ def add_models_options(parser: argparse.ArgumentParser) -> None:
         action=_Flag,
         metavar="MODEL",
         help="the same as the argument MODEL; or NAME=MODEL with ,keep-alive=5m ,pin ,weight=2 "
-        ",alias=OTHER and any flag of the engine's for this model alone, such as ,dtype=q4 "
-        "(docs/operate/several-models.md)",
+        ",alias=OTHER ,fallback=OTHER and any flag of the engine's for this model alone, such as "
+        ",dtype=q4 (docs/operate/several-models.md)",
     )
     group.add_argument(
         "--models-dir",
@@ -205,7 +208,7 @@ def _parse(text: str) -> GivenModel:
         raise ConfigError(f"--model {text}: give NAME=MODEL, with a name that has no * or \\")
     aliases: list[str] = []
     flags: list[str] = []
-    keep_alive, pinned, weight = None, False, 1.0
+    keep_alive, pinned, weight, fallback = None, False, 1.0, ""
     for option in options:
         flag, has_value, value = option.partition("=")
         try:
@@ -217,6 +220,8 @@ def _parse(text: str) -> GivenModel:
                 if not _may_name(value):
                     raise argparse.ArgumentTypeError(f"{value!r} must be a name without * or \\")
                 aliases.append(value)
+            elif flag == "fallback":
+                fallback = value
             elif flag == "pin" and not has_value:
                 pinned = True
             else:
@@ -225,7 +230,7 @@ def _parse(text: str) -> GivenModel:
             raise ConfigError(f"--model {name}: {flag}: {error}") from None
     return GivenModel(
         model=model, name=name, aliases=tuple(aliases), keep_alive=keep_alive, pinned=pinned,
-        weight=weight, flags=tuple(flags),
+        weight=weight, fallback=fallback, flags=tuple(flags),
     )  # fmt: skip
 
 
@@ -284,7 +289,9 @@ def _engine_flags() -> frozenset[str]:
     return frozenset(action.dest for action in scratch._actions)
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise ConfigError where a name stands for two models."""
+def check_names(names: Sequence[str], fallbacks: Sequence[str] = ()) -> None:
+    """Raise ConfigError where a name stands for two models, or a fallback for none."""
+    if unknown := set(fallbacks) - {*names, ""}:
+        raise ConfigError(f"--model: fallback={min(unknown)} names no model of this server")
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--model: {min(twice)} names {names.count(min(twice))} models")

@@ -216,7 +216,7 @@ def _run_several(
 
     from paceline.cli.serve.several import prepare, start_pool, turn_uses
     from paceline.engine.models.front import FrontClient
-    from paceline.engine.models.turn import make_page
+    from paceline.engine.models.page import make_page
     from paceline.server.app import SeveralModels
     from paceline.server.lifecycle import serve
     from paceline.web.routes import ui_router

@@ -1,7 +1,7 @@
 """The engine process's entry: ``python -m paceline.cli.serve.engine_process``, started by a client.
 
 Its settings arrive as JSON on standard input; ``engine.process`` does the rest. With the argument
-``spare`` it does its imports before they arrive.
+``forks`` it does the imports of engines once, and is forked for each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from paceline.backends.machine.heap import trim_heap
+from paceline.backends.machine.yielding import lower_all
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.serve.startup import Stages, process_age
 from paceline.cli.terminal.logs import configure_logging
@@ -44,12 +45,34 @@ def shared(config: bytes) -> list[Path]:
     return [] if turn is None else [Path(turn).parent]
 
 
+def ending(config: bytes) -> None:
+    """Yield to the other engines of this server while this one's memory is freed."""
+    if (turn := EngineSettings.from_json(config).turn) is not None:
+        from paceline.engine.models.loading import Loading
+
+        # until this process has ended
+        Loading(Path(turn))
+        lower_all()
+
+
 def main() -> int:
     configure_logging("info")
-    if sys.argv[1:] == ["spare"]:
-        # what an engine with a model imports, while no settings have come
-        import paceline.backends.loading.load  # noqa: F401
-    return engine_main(build, shared)
+    if sys.argv[1:] == ["forks"]:
+        # what an engine with a model imports, and its library, which was checked
+        import paceline.backends.loading.load
+        import paceline.checkpoints.hub.resolve
+        import paceline.engine.blocks.opening
+        import paceline.engine.models.turn
+        import paceline.engine.text.grammar  # noqa: F401
+        from paceline.backends.native import unavailable_reason
+        from paceline.backends.native.library import digest
+        from paceline.engine.process.forks import is_forked
+
+        if unavailable_reason() is None:
+            digest()
+        if not is_forked():
+            return 0
+    return engine_main(build, shared, ending)
 
 
 if __name__ == "__main__":

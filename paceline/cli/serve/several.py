@@ -23,10 +23,11 @@ from paceline.cli.wiring import build_tokenizer
 from paceline.engine.models.client import Start
 from paceline.engine.models.ledger import Account, kv_quota
 from paceline.engine.models.model import ModelSpec
+from paceline.engine.models.page import TurnUse, read_uses
 from paceline.engine.models.pool import ModelPool
 from paceline.engine.models.states import ModelStates
-from paceline.engine.models.turn import TurnUse, read_uses
-from paceline.engine.process.client import ProcessEngineClient, SpareProcess
+from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.process.forks import ForkServer
 from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.types import EngineInfo
@@ -90,11 +91,12 @@ def prepare(
     settings: dict[str, EngineSettings] = {}
     arguments: dict[str, argparse.Namespace] = {}
     for given in models:
-        name, broken, account = given.name, "", Account()
+        name, broken, account, most_waiting = given.name, "", Account(), None
         try:
             own = model_arguments(parser, args, given)
             made = engine_settings(own, log_level=args.log_level, log_format=args.log_format)
             name = name or made.model_name
+            most_waiting = made.scheduler.max_num_waiting
             account, kv_bytes = _account(made, memory, given.weight / weights)
             if kv_bytes is not None:
                 made = made.changed(kv_cache_bytes=kv_bytes)
@@ -114,9 +116,13 @@ def prepare(
             ModelSpec(
                 name=name, account=account, aliases=given.aliases, weight=given.weight,
                 pinned=given.pinned, keep_alive=given.keep_alive, broken=broken,
+                max_waiting=most_waiting, fallback=given.fallback,
             )
         )  # fmt: skip
-    check_names([each for spec in specs for each in (spec.name, *spec.aliases)])
+    check_names(
+        [each for spec in specs for each in (spec.name, *spec.aliases)],
+        [spec.fallback for spec in specs],
+    )
     if not settings:
         raise ConfigError(
             f"--models-dir {args.models_dir}: no model can be served: {specs[0].broken}"
@@ -177,16 +183,16 @@ async def start_pool(
     """Return a pool with its first model in memory, and that model's name. Raises ConfigError where
     none can be loaded."""
     states = ModelStates(
-        # a process waits for the next load
+        # a process waits for the next load, to be its parent
         several.specs, several.memory - _PROCESS_BYTES, max_models=args.models_max,
         keep_alive=args.keep_alive, switch_wait=args.model_switch_wait,
     )  # fmt: skip
-    spare = SpareProcess((*ENGINE_PROCESS, "spare"))
+    forks = ForkServer((*ENGINE_PROCESS, "forks"))
     starts = {
-        name: _start(settings, spare, args.stall_timeout, args.max_engine_restarts, successor)
+        name: _start(settings, forks, args.stall_timeout, args.max_engine_restarts, successor)
         for name, settings in several.settings.items()
     }
-    pool = ModelPool(states, starts, measure=_measured, spare=spare)
+    pool = ModelPool(states, starts, measure=_measured, forks=forks)
     why = ""
     for name in several.named[:1] or tuple(several.settings):
         try:
@@ -215,7 +221,7 @@ def _load_named(pool: ModelPool, named: Sequence[str]) -> None:
 
 def _start(
     settings: EngineSettings,
-    spare: SpareProcess,
+    forks: ForkServer,
     stall_timeout: float,
     max_restarts: int,
     successor: Callable[[EngineSettings, EngineInfo, int], EngineSettings],
@@ -231,7 +237,7 @@ def _start(
                 wanted.to_json(),
                 tokenizer_of if before is None else lambda: before.tokenizer,
                 stall_timeout=stall_timeout,
-                spare=spare,
+                forks=forks,
             )
 
         return await SupervisedEngineClient.start(

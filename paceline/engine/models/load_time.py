@@ -1,4 +1,4 @@
-"""Seconds of a model's load, learned from loads.
+"""Seconds of a model's load, or of a swap of models, learned from those before.
 
 Before a model was loaded once, bytes decide: all models share the disk and the processors.
 """
@@ -23,6 +23,10 @@ class LoadTimes:
         self._known: dict[str, float] = {}
         # measured seconds over those that bytes had predicted
         self._factor = 1.0
+
+    def known(self, name: str) -> float | None:
+        """Return the seconds as measured; None: not yet."""
+        return self._known.get(name)
 
     def predict(self, name: str, num_bytes: int) -> float:
         """Return the seconds that a load will take."""

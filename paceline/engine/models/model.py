@@ -39,6 +39,10 @@ class ModelSpec:
     pinned: bool = False
     # seconds without a lease after which it is unloaded; None: as the server's
     keep_alive: float | None = None
+    # name of the one that answers while this one is not in memory; empty: none does
+    fallback: str = ""
+    # most requests that wait for it; None: any number
+    max_waiting: int | None = None
     # why it cannot be loaded; empty: as far as is known it can
     broken: str = ""
 

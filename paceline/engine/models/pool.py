@@ -14,14 +14,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from typing import Any, Final
 
 from paceline.engine.models.client import LoadableClient, Start
 from paceline.engine.models.ledger import Account
 from paceline.engine.models.model import Model, Ticket
 from paceline.engine.models.states import Action, Load, ModelStates
-from paceline.engine.process.client import SpareProcess
+from paceline.engine.process.forks import ForkServer
 from paceline.engine.process.frontend import happens_within
 from paceline.engine.protocol import EngineClient
 from paceline.errors import (
@@ -36,6 +37,15 @@ __all__ = ["ModelPool"]
 
 _log = logging.getLogger("paceline.models")
 
+# a load is late after this multiple of what it was predicted to take, at least so many seconds:
+# others are then loaded next to it
+_LATE: Final = 3.0
+_LEAST_LATE: Final = 5.0
+# and it hangs after this multiple, from the first to the second number of seconds
+_HANGS: Final = 20.0
+_LEAST_HANGS: Final = 60.0
+_LONGEST: Final = 600.0
+
 
 class ModelPool:
     """Call ``start`` on the event loop, and ``close`` in the end.
@@ -44,7 +54,7 @@ class ModelPool:
         starts: starts an engine, by name of the model.
         measure: returns what a loaded engine takes, as was booked; called on a thread. None: as
             booked.
-        spare: used by ``starts``, and made again after each load; owned from here on.
+        forks: used by ``starts``, and started after the first load; owned from here on.
     """
 
     def __init__(
@@ -53,22 +63,21 @@ class ModelPool:
         starts: Mapping[str, Start],
         *,
         measure: Callable[[EngineClient, Account], Account] | None = None,
-        spare: SpareProcess | None = None,
+        forks: ForkServer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.states = states
         self._starts, self._measure, self._clock = starts, measure, clock
-        self._spare = spare
+        self._forks = forks
         self.clients: dict[str, LoadableClient] = {}
-        # the action under way, and unloads of models whose engine has ended
+        # the latest action, all that are not done, and the loads among them, with their beginnings
         self._doing: asyncio.Task[None] | None = None
-        self._is_loading = False
-        self._ended: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: dict[Model, tuple[asyncio.Task[None], float]] = {}
         self._timer: asyncio.TimerHandle | None = None
         # requests that wait, and futures of those who wait for a model's state
         self._waits: dict[Ticket, asyncio.Future[None]] = {}
         self._watchers: set[asyncio.Future[None]] = set()
-        self._load_began = 0.0
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -159,7 +168,8 @@ class ModelPool:
     def progress(self, model: Model) -> float:
         """Return the part of a load that is done, by the seconds that it is expected to take."""
         expected = self.states.loads.predict(model.name, model.account.total)
-        return min(0.99, (self._clock() - self._load_began) / max(1e-3, expected))
+        _, began = self._loads.get(model, (None, self._clock()))
+        return min(0.99, (self._clock() - began) / max(1e-3, expected))
 
     async def changed(self) -> None:
         """Return after the next change of a model, or once the pool is drained."""
@@ -186,14 +196,13 @@ class ModelPool:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._doing is not None:
-            if self._is_loading:
-                # an engine that ends is waited for
-                self._doing.cancel()
-            await asyncio.gather(self._doing, *self._ended, return_exceptions=True)
+        for task, _ in self._loads.values():
+            task.cancel()
+        # engines that end are waited for
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self.clients.values()))
-        if self._spare is not None:
-            self._spare.close()
+        if self._forks is not None:
+            self._forks.close()
 
     # ------------------------------------------------------------------ carrying out
 
@@ -207,7 +216,7 @@ class ModelPool:
         now = self._clock()
         action = self.states.next(now)
         if action is not None:
-            self._doing = asyncio.create_task(self._do(action))
+            self._doing = self._started(self._do(action))
         elif (wake_at := self.states.wake_at(now)) is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.001, wake_at - now), self._kick)
@@ -222,27 +231,50 @@ class ModelPool:
     async def _do(self, action: Action) -> None:
         model = action.model
         self._wake_watchers()
-        self._is_loading = isinstance(action, Load)
         if isinstance(action, Load):
-            await self._load(model)
+            await self._load_within(model)
         else:
             await self._unload(model)
             self.states.unloaded(model, action.reason)
             _log.info("model_unloaded name=%s reason=%s", model.name, action.reason)
         self._wake_watchers()
         self._kick()
-        if self._spare is not None and self._doing is asyncio.current_task():
+        if self._forks is not None and self._doing is asyncio.current_task():
             # nothing is loaded next: the processors are free for it
-            self._spare.prepare()
+            self._forks.prepare()
 
-    async def _load(self, model: Model) -> None:
-        began = self._load_began = self._clock()
+    async def _load_within(self, model: Model) -> None:
+        """Load a model. Others go on where it takes far longer than predicted, and it ends where it
+        hangs."""
+        expected = self.states.loads.predict(model.name, model.account.total)
+        task = asyncio.current_task()
+        assert task is not None, "loads are tasks"
+        self._loads[model] = task, self._clock()
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(max(_LEAST_LATE, _LATE * expected), self._set_aside, model)
+        try:
+            await self._load(model, min(_LONGEST, max(_LEAST_HANGS, _HANGS * expected)))
+        finally:
+            late.cancel()
+            del self._loads[model]
+
+    def _set_aside(self, model: Model) -> None:
+        _log.warning("model_late name=%s: others go on meanwhile", model.name)
+        self.states.set_aside(model)
+        self._kick()
+
+    async def _load(self, model: Model, longest: float) -> None:
+        began = self._clock()
         client = self.clients.get(model.name)
         try:
             start = self._starts.get(model.name)
             if start is None:
                 raise CheckpointError(model.spec.broken)
-            engine = await start(None if client is None else client.tokenizer)
+            try:
+                async with asyncio.timeout(longest):
+                    engine = await start(None if client is None else client.tokenizer)
+            except TimeoutError:
+                raise EngineDeadError(f"it was not loaded within {longest:.0f} s") from None
         except Exception as error:
             known = isinstance(error, PacelineError)
             why = str(error) if known else f"{type(error).__name__}: {error}"
@@ -284,10 +316,13 @@ class ModelPool:
         _log.error("model_dead name=%s reason=%r", model.name, str(error))
         self.states.failed(model, str(error), self._clock(), crashed=True)
         self._wake_watchers()
-        task = asyncio.create_task(self._unload(model))
-        self._ended.add(task)
-        task.add_done_callback(self._ended.discard)
-        task.add_done_callback(lambda _: self._kick())
+        self._started(self._unload(model)).add_done_callback(lambda _: self._kick())
+
+    def _started(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _wake_watchers(self) -> None:
         for future in tuple(self._watchers):

@@ -6,9 +6,10 @@
                  `--> failed, until a time
 
 Events go in; ``next`` says what is to be done, one thing at a time, and the driver (``pool``) does
-it and reports. A *lease* runs from before a request is read to its last byte, and only models
-without one go. A draining model gives no leases: requests for it wait behind those for which it
-makes way. Time is an argument.
+it and reports; a load that takes far longer than predicted is set aside, and others go on. A
+*lease* runs from before a request is read to its last byte, and only models without one go. A
+draining model gives no leases: requests for it wait behind those for which it makes way. Time is an
+argument.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from paceline.engine.models.arbiter import Resident, closes_at, victims
 from paceline.engine.models.ledger import Account, Ledger
 from paceline.engine.models.load_time import LoadTimes
 from paceline.engine.models.model import Model, ModelSpec, State, Ticket
-from paceline.errors import ModelFailedError, ModelRoomError, PacelineError, UnknownModelError
+from paceline.errors import (
+    ModelFailedError,
+    ModelRoomError,
+    PacelineError,
+    QueueFullError,
+    UnknownModelError,
+)
 
 __all__ = ["Action", "Load", "ModelStates", "Unload"]
 
@@ -75,13 +82,16 @@ class ModelStates:
         switch_wait: float | None = None,
     ) -> None:
         self.ledger = Ledger(memory)
-        self.loads = LoadTimes()
+        # seconds of loads, and of whole swaps, from the time at which others make way
+        self.loads, self.swaps = LoadTimes(), LoadTimes()
         self.models = {spec.name: Model(spec, spec.account) for spec in specs}
         self._by_name = dict(self.models)
         self._max, self._keep_alive, self._switch_wait = max_models, keep_alive, switch_wait
         self._current: Action | None = None
         # models that make way, and for which one
         self._room_for: Model | None = None
+        # the model that others make way for now, and since when
+        self._swap: tuple[Model, float] | None = None
         self.evictions: dict[str, int] = {"room": 0, "keep_alive": 0, "asked": 0}
         self.loaded: dict[str, int] = {"ready": 0, "failed": 0}
         for model in self.models.values():
@@ -113,7 +123,8 @@ class ModelStates:
 
     def ask(self, name: str, now: float) -> Ticket:
         """Ask for a lease; see ``Ticket``. Raises UnknownModelError, ModelFailedError for a model
-        that is not to be tried now, ModelRoomError for one that can never fit."""
+        that is not to be tried now, ModelRoomError for one that can never fit, QueueFullError where
+        too many wait for it."""
         model = self.find(name)
         if model.state is State.FAILED:
             if now < model.retry_at:
@@ -121,6 +132,13 @@ class ModelStates:
             model.state = State.KNOWN
         if not model.is_resident and (error := self._never_fits(model)) is not None:
             raise error
+        most = model.spec.max_waiting
+        if model.state is not State.READY and most is not None and len(model.waiting) >= most:
+            raise QueueFullError(
+                f"{len(model.waiting)} requests wait for the model {model.name}, which is not in "
+                f"memory, and at most {most} may",
+                max(1.0, self.wait_for(name)),
+            )
         ticket = Ticket(model, now)
         model.use(now)
         if model.state is State.READY:
@@ -196,14 +214,22 @@ class ModelStates:
             self._current.model.state = State.DRAINING
         return self._current
 
+    def set_aside(self, model: Model) -> None:
+        """Let others be loaded and unloaded while a load takes longer than it should."""
+        if isinstance(self._current, Load) and self._current.model is model:
+            self._current = None
+
     def loaded_as(self, model: Model, account: Account, seconds: float, now: float) -> bool:
         """Take in that a load is done. False: it takes more than there is room for, so it is to be
         unloaded again."""
-        self._current = None
+        self.set_aside(model)
         model.account, model.num_crashes = account, 0
         model.loaded_at, model.load_seconds = now, seconds
         model.last_used = max(model.last_used, now)
         self.loads.observe(model.name, account.total, seconds)
+        if self._swap is not None and self._swap[0] is model:
+            self.swaps.observe(model.name, account.total, now - self._swap[1])
+            self._swap = None
         if not self.ledger.book(model.name, account):
             self.ledger.close(model.name)
             model.state = State.UNLOADED
@@ -275,7 +301,9 @@ class ModelStates:
         model = self.find(name)
         if model.state is State.READY:
             return 0.0
-        seconds = self.loads.predict(name, model.account.total)
+        seconds = self.loads.predict(model.name, model.account.total)
+        if model.state is not State.LOADING and self._lacks(model) > 0:
+            seconds = max(seconds, self.swaps.known(model.name) or 0.0)
         if isinstance(self._current, Load) and self._current.model is not model:
             other = self._current.model
             seconds += self.loads.predict(other.name, other.account.total)
@@ -316,14 +344,14 @@ class ModelStates:
         if head is None:
             return None
         lacking = head.account.total - self.ledger.free
-        held = len(self.ledger.accounts)
-        places = 0 if self._max is None else held + 1 - self._max
-        if lacking <= 0 and places <= 0:
+        places = self._places_lacking()
+        if self._lacks(head) <= 0:
             self._room_for = None
             self._open_all()
             return Load(head)
         able = [m for m in self.models.values() if self._may_go(m) and now >= self._stays_until(m)]
         if (going := victims(self._residents(able, now), lacking, places)) is not None:
+            self._begin_swap(head, now)
             return Unload(self.models[going[0]], "room")
         self._close(head, lacking, places, now)
         return None
@@ -336,6 +364,18 @@ class ModelStates:
         for model in map(self.models.__getitem__, going):
             if model.state is State.READY and now >= self._closes_at(model, head):
                 model.state = State.DRAINING
+                self._begin_swap(head, now)
+
+    def _begin_swap(self, head: Model, now: float) -> None:
+        if self._swap is None or self._swap[0] is not head:
+            self._swap = head, now
+
+    def _lacks(self, model: Model) -> int:
+        """Return what a model lacks to be loaded, in bytes or places; 0 or less: nothing."""
+        return max(model.account.total - self.ledger.free, self._places_lacking())
+
+    def _places_lacking(self) -> int:
+        return 0 if self._max is None else len(self.ledger.accounts) + 1 - self._max
 
     def _head(self) -> Model | None:
         """Return the model, not in memory, whose request has waited longest."""
@@ -347,7 +387,9 @@ class ModelStates:
         return min(out, key=_since, default=None)
 
     def _closes_at(self, model: Model, head: Model) -> float:
-        swap = self.loads.predict(head.name, head.account.total)
+        # before the first swap the load alone is known
+        load = self.loads.predict(head.name, head.account.total)
+        swap = max(load, self.swaps.known(head.name) or 0.0)
         most = self._switch_wait
         most = max(_SWITCH_SECONDS, _SWITCH_LOADS * swap) if most is None else most
         return closes_at(_since(head), model.loaded_at, swap, most)

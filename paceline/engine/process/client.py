@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import zmq
@@ -38,7 +38,10 @@ from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.errors import ConfigError, EngineDeadError
 
-__all__ = ["ProcessEngineClient", "SpareProcess"]
+if TYPE_CHECKING:
+    from paceline.engine.process.forks import ForkedProcess, ForkServer
+
+__all__ = ["ProcessEngineClient"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class ProcessEngineClient(EngineFrontend):
         *,
         ready_timeout: float = 600.0,
         stall_timeout: float = 60.0,
-        spare: SpareProcess | None = None,
+        forks: ForkServer | None = None,
     ) -> ProcessEngineClient:
         """Start the engine and wait until it is ready.
 
@@ -83,14 +86,14 @@ class ProcessEngineClient(EngineFrontend):
             load_tokenizer: called on a thread while the engine loads its model.
             ready_timeout: seconds for both.
             stall_timeout: see ``EngineFrontend``.
-            spare: a process that was started before, of the same program.
+            forks: makes processes of the same program sooner.
 
         Raises:
             ConfigError, CheckpointError: as the engine's builder raised them.
             EngineDeadError: it failed otherwise, or was not ready in time. Its own output went to
                 this process's stderr.
         """
-        child = _Child(argv, config, None if spare is None else spare.take())
+        child = _Child(argv, config, None if forks is None else forks.take())
         loading = asyncio.to_thread(load_tokenizer)
         try:
             async with asyncio.timeout(ready_timeout):
@@ -150,9 +153,7 @@ class ProcessEngineClient(EngineFrontend):
 class _Child:
     """The process, its sockets and its end."""
 
-    def __init__(
-        self, argv: Sequence[str], config: bytes, started: subprocess.Popen[bytes] | None
-    ) -> None:
+    def __init__(self, argv: Sequence[str], config: bytes, started: ForkedProcess | None) -> None:
         self.info: EngineInfo | None = None
         self.on_message: Callable[..., None] = self._before_ready
         # called with the reason, once, when the process ended and its last messages were delivered
@@ -183,7 +184,7 @@ class _Child:
             # requests wait in the engine's queue, not here: sending never blocks the event loop
             self._inbox.set_hwm(0)
             self._inbox.setsockopt(zmq.LINGER, 0)
-            self._process = _spawn(argv) if started is None else started
+            self._process = started or _spawn(argv)
             assert self._process.stdin is not None
             # the watch thread notices a child that has ended already
             with contextlib.suppress(BrokenPipeError):
@@ -308,36 +309,6 @@ def _spawn(argv: Sequence[str]) -> subprocess.Popen[bytes]:
     # stdout is the caller's own, and the engine's output is for people. A process group of its own
     # keeps the terminal's Ctrl-C away from it
     return subprocess.Popen(list(argv), stdin=subprocess.PIPE, stdout=2, bufsize=0, process_group=0)
-
-
-class SpareProcess:
-    """A process of an engine's program that has done its imports and waits for its settings, so
-    that the next engine starts sooner.
-
-    Args:
-        argv: the command line.
-    """
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._argv = argv
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def prepare(self) -> None:
-        """Start one, unless one waits. Without one, engines are started as ever."""
-        if self._process is None or self._process.poll() is not None:
-            with contextlib.suppress(OSError):
-                self._process = _spawn(self._argv)
-
-    def take(self) -> subprocess.Popen[bytes] | None:
-        """Return the process for an engine; None: there is none."""
-        process, self._process = self._process, None
-        return process if process is not None and process.poll() is None else None
-
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
 
 
 def _cause(code: int) -> str:

@@ -66,13 +66,16 @@ _log = logging.getLogger(__name__)
 
 
 def engine_main(
-    build: EngineBuilder, shared: Callable[[bytes], Sequence[Path]] = lambda _: ()
+    build: EngineBuilder,
+    shared: Callable[[bytes], Sequence[Path]] = lambda _: (),
+    ending: Callable[[bytes], None] = lambda _: None,
 ) -> int:
     """Run an engine process from start to end; return its exit code.
 
     Args:
         shared: returns the temporary folders that the client's engines share, by the settings. They
             are removed, as that of the sockets is, once the client has ended without doing so.
+        ending: called with the settings before an orderly end, which frees memory.
 
     0 after an orderly end, 1 when building or running failed, 143 after SIGTERM. A failure has been
     sent to the client (``Dead``) and, with its traceback, to stderr.
@@ -93,7 +96,7 @@ def engine_main(
     sockets = Path(launch.outbox.removeprefix(IPC)).parent
     watch = _Watch(sys.stdin.fileno(), [sockets, *shared(launch.config)])
     try:
-        return _build_and_run(build, launch, context, outbox, watch)
+        return _build_and_run(build, launch, context, outbox, watch, ending)
     finally:
         outbox.close()
         context.term()
@@ -106,6 +109,7 @@ def _build_and_run(
     context: zmq.Context[zmq.Socket[bytes]],
     outbox: zmq.Socket[bytes],
     watch: _Watch,
+    ending: Callable[[bytes], None],
 ) -> int:
     def send(message: EngineMessage) -> None:
         outbox.send(encode(message))
@@ -136,6 +140,7 @@ def _build_and_run(
                 at_rest=gc.collect,
                 in_flight=in_flight,
             ).run()
+            ending(launch.config)
     except Exception as error:
         _report("the engine failed", error)
         send(Dead.of(error))

@@ -9,8 +9,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from paceline.engine.models.model import State
+from paceline.engine.models.page import TurnUse
 from paceline.engine.models.states import ModelStates
-from paceline.engine.models.turn import TurnUse
 
 __all__ = ["ModelCollector"]
 

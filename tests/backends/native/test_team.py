@@ -162,9 +162,28 @@ void stress(double seconds) {
   for (int64_t number : {lost, twice, absent, changes, runs}) std::printf("%ld ", long(number));
 }
 
+// 100 for each of three members that is another thread once they were replaced, and 1 for each item
+int renewed() {
+  Team team(3);
+  std::thread::id before[3], after[3];
+  std::atomic<int> runs{0};
+  auto see = [&](int member) { before[member] = std::this_thread::get_id(); };
+  for (int i = 0; i < 3; ++i) team.run(see);
+  team.renew();
+  for (int i = 0; i < 3; ++i)
+    team.run([&](int member) {
+      after[member] = std::this_thread::get_id();
+      team.each(member, 10, 1, [&](int64_t) { ++runs; });
+    });
+  int others = 0;
+  for (int member = 0; member < 3; ++member) others += before[member] != after[member];
+  return 100 * others + runs;
+}
+
 int main(int, char** arguments) {
   const char* what = arguments[1];
   if (!std::strcmp(what, "items")) std::printf("%d", items());
+  if (!std::strcmp(what, "renewed")) std::printf("%d", renewed());
   if (!std::strcmp(what, "uneven")) std::printf("%d", uneven());
   if (!std::strcmp(what, "rest")) {
     // a look within a turn of the system's scheduler finds a processor on a busy machine, too
@@ -228,6 +247,11 @@ def run(program: Path, *arguments: object) -> str:
 
 def test_every_item_is_computed_once(program: Path) -> None:
     assert run(program, "items") == "0"
+
+
+def test_threads_are_replaced_between_runs(program: Path) -> None:
+    """All but the caller's, and every item of three runs is computed once."""
+    assert run(program, "renewed") == "230"
 
 
 def test_a_slow_member_is_helped(program: Path) -> None:

@@ -208,9 +208,12 @@ def test_blocks_of_several_models_are_neither_kept_nor_given_away(tmp_path: Path
 
 
 def _pids(server: Any) -> list[int]:
-    """The engine processes of a server."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    return [int(pid) for pid in children.read_text().split()]
+    """The processes of a server's engines, and of the one that forks them."""
+    found = [server.process.pid]
+    for pid in found:
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        found += [int(each) for each in children.read_text().split()]
+    return found[1:]
 
 
 def test_a_server_of_two_models_loads_on_demand_and_outlives_one_of_its_engines() -> None:
@@ -280,7 +283,7 @@ def test_a_server_of_one_model_imports_nothing_of_several() -> None:
 
 
 def _is_engine(pid: int) -> bool:
-    """Whether a process takes turns; the spare one does not yet."""
+    """Whether a process takes turns; the one that forks engines takes none."""
     try:
         return "/turns" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:

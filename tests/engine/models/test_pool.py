@@ -229,3 +229,48 @@ async def test_draining_refuses_those_who_wait() -> None:
         await draining
         with pytest.raises(EngineDrainingError):
             await pool.take("a")
+
+
+async def test_a_load_that_hangs_is_ended_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, seconds in (("_LATE", 0.0), ("_LEAST_LATE", 0.02), ("_LEAST_HANGS", 0.5)):
+        monkeypatch.setattr(f"paceline.engine.models.pool.{name}", seconds)
+    monkeypatch.setattr("paceline.engine.models.pool._LONGEST", 0.5)
+    async with _pool({"a": 10, "b": 10, "hangs": 10}, 30) as pool:
+        started = pool._starts["b"]
+
+        async def hangs(tokenizer: Any) -> EngineClient:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        pool._starts = {"b": started, "hangs": hangs}
+        waits = asyncio.create_task(pool.take("hangs"))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        async with pool.lease("b") as client:
+            assert len(await _generate(client)) == 4
+        assert time.monotonic() - began < 0.5 and not waits.done(), "b waited for it"
+        # it is tried twice
+        with pytest.raises(ModelFailedError, match="it was not loaded within 0 s"):
+            await waits
+        assert pool.states.models["hangs"].num_crashes == 2
+
+
+async def test_the_end_cuts_a_load_short() -> None:
+    pool = await null_pool({"a": 10, "b": 10}, 30, _backend)
+    ended = False
+
+    async def hangs(tokenizer: Any) -> EngineClient:
+        nonlocal ended
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended = True
+        raise AssertionError
+
+    pool._starts = {"b": hangs}
+    pool.prefetch("b")
+    await asyncio.sleep(0.01)
+    await pool.close()
+    assert ended

@@ -11,7 +11,12 @@ import pytest
 from paceline.engine.models.ledger import Account
 from paceline.engine.models.model import Model, ModelSpec, State, Ticket
 from paceline.engine.models.states import Load, ModelStates, Unload
-from paceline.errors import ModelFailedError, ModelRoomError, UnknownModelError
+from paceline.errors import (
+    ModelFailedError,
+    ModelRoomError,
+    QueueFullError,
+    UnknownModelError,
+)
 
 
 def _spec(name: str, size: int = 10, **more: object) -> ModelSpec:
@@ -321,3 +326,69 @@ def test_random_events_never_unload_a_leased_model(seed: int) -> None:
                 states.leave(ticket, now)
         waiting = [t for t in waiting if not t.is_granted and t.error is None]
     assert not waiting
+
+
+def test_no_more_wait_for_a_model_than_its_queue_takes() -> None:
+    states = ModelStates([_spec("a", max_waiting=2)], 100)
+    first, second = states.ask("a", 0.0), states.ask("a", 0.0)
+    with pytest.raises(QueueFullError, match="2 requests wait for the model a") as full:
+        states.ask("a", 0.0)
+    assert full.value.reason == "queue-full" and full.value.retry_after >= 1.0
+    states.leave(first, 0.0)
+    third = states.ask("a", 0.1)
+    action = states.next(0.2)
+    assert isinstance(action, Load)
+    states.loaded_as(action.model, action.model.account, 0.5, 1.0)
+    # in memory its engine's own queue counts
+    assert all(_is_granted(each) for each in (second, third, states.ask("a", 1.0)))
+
+
+def test_others_go_on_next_to_a_load_that_is_set_aside() -> None:
+    states = ModelStates([_spec("a", 10), _spec("b", 10), _spec("c", 10)], 25)
+    slow, other = states.ask("a", 0.0), states.ask("b", 0.1)
+    first = states.next(0.2)
+    assert isinstance(first, Load) and first.model.name == "a"
+    assert states.next(0.3) is None, "one at a time"
+    states.set_aside(first.model)
+    second = states.next(9.0)
+    assert isinstance(second, Load) and second.model.name == "b"
+    assert states.loaded_as(second.model, second.model.account, 0.5, 9.5) and other.is_granted
+    states.check_integrity()
+    # its bytes stay booked: no third fits
+    states.leave(other, 10.0)
+    waits = states.ask("c", 20.0)
+    action = states.next(20.0)
+    assert isinstance(action, Unload) and action.model.name == "b"
+    # what is under way is not ended by another's end
+    assert states.loaded_as(first.model, first.model.account, 20.0, 20.5) and slow.is_granted
+    assert states.next(20.6) is None
+    states.unloaded(action.model, action.reason)
+    assert isinstance(states.next(21.0), Load) and not waits.is_granted
+    states.check_integrity()
+
+
+def test_a_model_in_use_serves_five_whole_swaps_as_they_were_measured() -> None:
+    states = ModelStates([_spec("a"), _spec("b")], 15)
+    _load(states, "a", 0.0)
+    now = 100.0
+    for name, other in (("b", "a"), ("a", "b")) * 3:
+        held, waits = states.ask(other, now), states.ask(name, now)
+        swap = max(0.5, states.swaps.known(name) or 0.0)
+        closes = max(now, states.models[other].loaded_at) + 5.0 * swap
+        assert states.next(closes - 0.01) is None and states.models[other].state is State.READY
+        closes += 0.001
+        assert states.next(closes) is None and states.models[other].state is State.DRAINING
+        # the requests under way take a second, the unload 0.2 and the load 0.5
+        states.leave(held, closes + 1.0)
+        gone = states.next(closes + 1.0)
+        assert isinstance(gone, Unload)
+        states.unloaded(gone.model, gone.reason)
+        come = states.next(closes + 1.2)
+        assert isinstance(come, Load)
+        states.loaded_as(come.model, come.model.account, 0.5, closes + 1.7)
+        states.leave(waits, closes + 1.7)
+        now = closes + 2.0
+    for name in "ab":
+        assert states.swaps.known(name) == pytest.approx(1.7)
+    # a caller who is told when to come back is told all of it
+    assert states.wait_for("b") == pytest.approx(1.7)

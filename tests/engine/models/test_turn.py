@@ -15,7 +15,8 @@ import pytest
 from paceline.backends.reference.null import NullBackend
 from paceline.core.slo import Slo
 from paceline.engine.models.arbiter import Contender, choose_turn, longest_step
-from paceline.engine.models.turn import Turn, make_page, read_uses
+from paceline.engine.models.page import make_page, read_uses
+from paceline.engine.models.turn import Turn
 from paceline.engine.testing import null_core
 from tests.driving import make_request
 

@@ -1,0 +1,90 @@
+"""Engine processes forked from one: their standard input, their ends, and the server's own end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.engine.process.forks import ForkedProcess, ForkServer
+
+# echoes the length of a line and ends with it as exit code, or by its own signal
+_PROGRAM = """
+import os, signal, sys
+from paceline.engine.process.forks import is_forked
+if is_forked():
+    word = sys.stdin.readline().strip()
+    if word == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "sleep":
+        sys.stdin.read()
+    os._exit(len(word))
+"""
+
+
+@pytest.fixture
+def forks() -> Iterator[ForkServer]:
+    server = ForkServer((sys.executable, "-c", _PROGRAM))
+    server.prepare()
+    for _ in range(1000):
+        if server.is_ready:
+            break
+        time.sleep(0.01)
+    yield server
+    server.close()
+
+
+def _started(forks: ForkServer, word: str) -> ForkedProcess:
+    process = forks.take()
+    assert process is not None
+    process.stdin.write(word.encode() + b"\n")
+    return process
+
+
+def _ended(process: ForkedProcess) -> int:
+    """Return the exit code of one that ends by itself, or with its input where it sleeps."""
+    process.stdin.close()
+    return process.wait()
+
+
+def test_each_has_a_standard_input_and_an_exit_code_of_its_own(forks: ForkServer) -> None:
+    one, two = _started(forks, "one"), _started(forks, "sleep")
+    assert one.pid != two.pid
+    assert _ended(one) == 3
+    # the other one lives on until its input ends
+    assert os.getpgid(two.pid) == two.pid
+    assert _ended(two) == 5
+
+
+def test_signals_end_it_as_any_process(forks: ForkServer) -> None:
+    assert _ended(_started(forks, "die")) == -signal.SIGKILL
+    process = _started(forks, "sleep")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM
+    process.stdin.close()
+    # its process may be another's by now: no signal goes there
+    process.send_signal(signal.SIGTERM)
+
+
+def test_engines_live_on_where_the_server_ends_and_another_is_made(forks: ForkServer) -> None:
+    process = _started(forks, "sleep")
+    forks.close()
+    assert forks.take() is None
+    # nobody is left to tell its code
+    assert _ended(process) == 1
+    forks.prepare()
+    while (again := forks.take()) is None:
+        time.sleep(0.01)
+    again.stdin.write(b"four\n")
+    assert _ended(again) == 4
+
+
+def test_a_server_that_was_killed_forks_none(forks: ForkServer) -> None:
+    assert forks._process is not None
+    forks._process.kill()
+    forks._process.wait()
+    assert forks.take() is None
