@@ -28,6 +28,7 @@ NAMES = (
     "disaggregation",
     "speculation",
     "adapters",
+    "models",
 )
 
 

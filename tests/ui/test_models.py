@@ -14,6 +14,8 @@ def test_models_are_shown_loaded_and_pinned(open_page: OpenPage) -> None:
         row = page.get_by_role("row", name="b known")
         row.wait_for()
         page.get_by_role("row", name="a ready").wait_for()
+        # the memory for models, less that of the process which waits for the next load
+        page.get_by_text("of 960 MiB").wait_for()
         page.get_by_role("button", name="Load b").click()
         page.get_by_role("row", name="b ready").wait_for()
         page.get_by_role("row", name="a unloaded").wait_for()

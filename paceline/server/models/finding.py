@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
@@ -21,13 +21,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.engine.models.model import Model, State
+from paceline.engine.models.model import Model, State, Ticket
 from paceline.engine.models.pool import ModelPool
 from paceline.errors import InvalidRequestError, PacelineError, QueueFullError
 from paceline.http.errors import HttpError, public
 from paceline.http.fields import show
 from paceline.http.sse import unless_disconnected
+from paceline.server.generation.load_wait import LOAD_WAIT
 from paceline.server.generation.service import Handler, Service, make_service
+from paceline.server.models.begun import BegunStream
 from paceline.server.settings.config import ServerConfig
 from paceline.server.transport.middleware import (
     GENERATE_PATHS,
@@ -45,8 +47,15 @@ _BY_BODY: Final = GENERATE_PATHS | {
 }  # fmt: skip
 # routes about one model, which the query may name
 _BY_QUERY: Final = frozenset({"/props", "/slots", "/tokenizer_info"})
+# routes that another model may answer: ids and vectors are of one model
+_FALLS_BACK: Final = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat",
+     "/api/generate", "/completion", "/completions"}
+)  # fmt: skip
 _SWITCH: Final = {"1": True, "true": True, "0": False, "false": False}
 _TAG: Final = ":latest"
+# the model that answered in place of the one that was named
+_MODEL_HEADER: Final = "x-paceline-model"
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 # seconds above which a duration is for ever
@@ -99,28 +108,86 @@ class Models:
             else:
                 await request.body()
                 name = request.query_params.get("model")
-            loads = request.query_params.get("autoload", "")
-            if not _SWITCH.get(loads, self._autoload):
-                self._check_loaded(name)
+            loads = _SWITCH.get(request.query_params.get("autoload", ""), self._autoload)
+            known = self.known(name)
+            answers = self._answering(known, loads=loads) if path in _FALLS_BACK else known
+            if answers != known:
+                known = body["model"] = answers
+            elif not loads:
+                self._check_loaded(known)
             keep_alive = seconds_of(body.get("keep_alive")) if path.startswith("/api/") else None
             if not may_administer(request):
                 # it unloads the model for all
                 keep_alive = None
-            known = self.known(name)
             self._check_wait(known)
             ticket = self.pool.ask(known)
+
+            async def held() -> Response:
+                waited = LOAD_WAIT.set(self.pool.now() - ticket.since)
+                try:
+                    service = await self._service(ticket.model.name)
+                    return await service.handlers[method, path](request)
+                finally:
+                    # what still runs has a copy
+                    LOAD_WAIT.reset(waited)
+
             try:
-                if not ticket.is_granted:
-                    # a caller who leaves waits no longer
-                    await unless_disconnected(request.receive, self.pool.granted(ticket))
-                service = await self._service(ticket.model.name)
-                response = await service.handlers[method, path](request)
+                if ticket.is_granted:
+                    service = await self._service(ticket.model.name)
+                    response = await service.handlers[method, path](request)
+                else:
+                    patience = self.front.config.sse_keep_alive if _streams(path, body) else 0.0
+                    response = await self._once_granted(request, ticket, held, patience)
             except BaseException:
                 self.pool.give(ticket, keep_alive)
                 raise
+            if known != self.known(name):
+                response.headers[_MODEL_HEADER] = known
             return _Held(response, lambda: self.pool.give(ticket, keep_alive))
 
         return answer
+
+    def _answering(self, name: str, *, loads: bool) -> str:
+        """Return the model that answers for one: itself, or its fallback while that is in memory
+        and it is not. Then it is loaded where there is room for it, for later requests."""
+        states = self.pool.states
+        model = states.find(name)
+        if not model.spec.fallback or model.state is State.READY:
+            return name
+        other = states.find(model.spec.fallback)
+        if other.state is not State.READY:
+            return name
+        if loads and model.state in (State.KNOWN, State.UNLOADED):
+            with suppress(PacelineError):
+                self.pool.prefetch(name)
+        return other.name
+
+    async def _once_granted(
+        self,
+        request: Request,
+        ticket: Ticket,
+        answer: Callable[[], Awaitable[Response]],
+        patience: float,
+    ) -> Response:
+        """Return the answer, or after ``patience`` seconds (0: never) a stream that begins without
+        the model."""
+        granted = asyncio.ensure_future(self.pool.granted(ticket))
+        try:
+            # a caller who leaves waits no longer
+            await unless_disconnected(
+                request.receive, asyncio.wait((granted,), timeout=patience or None)
+            )
+        except BaseException:
+            granted.cancel()
+            raise
+        if not granted.done():
+
+            def progress() -> float:
+                return self.pool.progress(ticket.model)
+
+            return BegunStream(request, granted, answer, progress, patience)
+        granted.result()
+        return await answer()
 
     @asynccontextmanager
     async def serving(self, model: object) -> AsyncGenerator[Service, None]:
@@ -146,8 +213,8 @@ class Models:
         """Return why a model failed, without paths of this machine."""
         return public(model.reason)
 
-    def _check_loaded(self, name: object) -> None:
-        model = self.pool.states.find(self.known(name))
+    def _check_loaded(self, name: str) -> None:
+        model = self.pool.states.find(name)
         if model.state is not State.READY:
             raise HttpError(
                 400, f"the model {show(model.name)} is {model.state.value}, and autoload is off"
@@ -185,6 +252,11 @@ class Models:
             router(service)
         self.services[name] = service
         return service
+
+
+def _streams(path: str, body: Mapping[str, Any]) -> bool:
+    """Whether a request is answered by server-sent events."""
+    return body.get("stream") is True and not path.startswith("/api/")
 
 
 class _Held(Response):

@@ -206,6 +206,7 @@ def _status(models: Models, model: Model) -> dict[str, Any]:
         "requests": len(model.leases),
         "waiting": len(model.waiting),
         "bytes": dict(model.account.by_kind()),
+        "memory": models.pool.states.ledger.memory,
         "load_seconds": round(models.pool.states.loads.predict(model.name, model.account.total), 3),
     }
 

@@ -13,6 +13,7 @@ from paceline.engine.types import GenerationOutput
 from paceline.http.errors import HttpError, Reply, error_body, reply_to
 from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, SSE, EventStream, event, first_event, unless_disconnected
+from paceline.server.generation.load_wait import LOAD_WAIT
 from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import GenerationOptions, RequestRules
 from paceline.server.protocol.rules import NamedAdapter
@@ -157,6 +158,7 @@ async def respond(
         media_type: that of a stream.
     """
     service.check_generates()
+    arrival -= LOAD_WAIT.get()
     request_id = options.request_id or request_id_of(request)
     headers = _adapter_header(service, options)
     if not options.stream:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +18,7 @@ from paceline.backends.reference.null import NullBackend
 from paceline.engine.models.front import FrontClient
 from paceline.engine.models.model import State
 from paceline.engine.models.pool import ModelPool
+from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.errors import CheckpointError, InvalidRequestError, ModelFailedError
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
@@ -345,6 +348,104 @@ async def test_a_caller_who_leaves_holds_no_model_and_waits_for_none() -> None:
         await asyncio.gather(waits, streams)
         assert not large.waiting and small.leases == {held}
         pool.give(held)
+
+
+def _slowly(pool: ModelPool, name: str, seconds: float = 0.3) -> None:
+    """Have a model's loads take ``seconds``."""
+    start = pool._starts[name]
+
+    async def slow(tokenizer: Tokenizer | None) -> EngineClient:
+        await asyncio.sleep(seconds)
+        return await start(tokenizer)
+
+    pool._starts = {**pool._starts, name: slow}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(("patience", "begins"), [(0.05, r": loading \d+%\n\n"), (60.0, "[de]")])
+async def test_a_stream_begins_with_comments_while_its_model_is_loaded(
+    path: str, patience: float, begins: str
+) -> None:
+    async with _server(sse_keep_alive=patience) as (http, pool):
+        _slowly(pool, "large")
+        body = chat_body(model="large", max_tokens=4, stream=True)
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200 and re.match(begins, answer.text), answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        warm = (await http.post(path, json=body)).text.split("\n\n")
+        told = [each for each in answer.text.split("\n\n") if not each.startswith(": ")]
+        # one start, whatever came at once
+        assert told[-2] == warm[-2] and told[0].partition(":")[0] == warm[0].partition(":")[0]
+        assert answer.text.count("message_start") == answer.text.count("message_stop")
+
+
+async def test_what_fails_after_a_stream_began_is_its_last_event() -> None:
+    async with _server(sse_keep_alive=0.05) as (http, pool):
+        body = chat_body(model="broken", stream=True)
+        _slowly(pool, "broken")
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+        error = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))["error"]
+        assert error["code"] == 503 and "cannot be loaded: " in error["message"]
+        # what the model's own rules refuse
+        _slowly(pool, "large")
+        body = chat_body(model="large", stream=True, max_tokens=100_000)
+        answer = await http.post("/v1/chat/completions", json=body)
+        error = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))["error"]
+        assert error["code"] == 400
+
+
+async def test_the_time_of_a_load_is_part_of_the_first_tokens() -> None:
+    async with _server() as (http, pool):
+        _slowly(pool, "large")
+        seconds = []
+        for _ in range(2):
+            body = {"model": "large", "prompt": "x", "max_tokens": 2}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            name = "vllm:time_to_first_token_seconds_sum"
+            seconds.append(metric(await scrape(http), name, model_name="large"))
+        assert seconds[0] >= 0.3 > seconds[1] - seconds[0]
+
+
+async def test_too_many_who_wait_for_a_model_are_told_when_to_come_back() -> None:
+    async with _server() as (http, pool):
+        _slowly(pool, "large")
+        large = pool.states.models["large"]
+        large.spec = replace(large.spec, max_waiting=1)
+        body = {"model": "large", "prompt": "x", "max_tokens": 2}
+        first = asyncio.create_task(http.post("/v1/completions", json=body))
+        while not large.waiting:
+            await asyncio.sleep(0.001)
+        refused = await http.post("/v1/completions", json=body)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert "1 requests wait for the model large" in refused.text
+        assert (await first).status_code == 200
+
+
+async def test_a_fallback_answers_while_a_model_is_loaded_and_says_so() -> None:
+    async with _server() as (http, pool):
+        large = pool.states.models["large"]
+        large.spec = replace(large.spec, fallback="tiny")
+        _slowly(pool, "large", 0.1)
+        body = chat_body(model="large", max_tokens=4)
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.json()["model"] == "small" == answer.headers["x-paceline-model"]
+        streamed = await http.post("/v1/chat/completions", json=body | {"stream": True})
+        assert events(streamed.text)[0]["model"] == "small"
+        # ids are of one model
+        ids = await http.post("/tokenize", json={"model": "large", "prompt": "x"})
+        assert ids.json()["max_model_len"] == LENGTHS["large"]
+        while large.state is not State.READY:
+            await pool.changed()
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.json()["model"] == "large" and "x-paceline-model" not in answer.headers
+        # without loads by requests neither is loaded, and without the fallback it is refused
+        for name in ("large", "small"):
+            pool.unload(name)
+            await _unloaded(pool, name)
+            answer = await http.post("/v1/chat/completions?autoload=false", json=body)
+            assert answer.status_code == (200 if name == "large" else 400)
+            assert large.state is State.UNLOADED
 
 
 async def test_a_batch_line_names_its_model() -> None:

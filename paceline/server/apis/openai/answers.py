@@ -22,6 +22,7 @@ from paceline.engine.types import (
 )
 from paceline.http.sse import DONE, TextEvents, TokenEvents, event
 from paceline.server.apis.openai.logprobs import TokenWriter
+from paceline.server.generation.load_wait import LOAD_WAIT
 from paceline.server.generation.prompts import sampling_for, truncated
 from paceline.server.generation.service import Service
 from paceline.server.protocol.requests import GenerationOptions
@@ -415,6 +416,7 @@ def generation_request(
         skip_special_tokens=options.skip_special_tokens,
         detokenize=options.detokenize,
         arrival_time=arrival_time,
+        load_wait=LOAD_WAIT.get(),
         priority=options.priority,
         cache_salt=options.cache_salt,
         slo=options.slo,
