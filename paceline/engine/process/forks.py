@@ -78,9 +78,11 @@ class ForkServer:
         self.close()
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.settimeout(_PATIENCE)
+        self._socket = own
         with contextlib.suppress(OSError):
-            self._process = subprocess.Popen(list(self._argv), stdin=its, stdout=2, process_group=0)
-            self._socket = own
+            self._process = subprocess.Popen(
+                list(self._argv), stdin=its.fileno(), stdout=2, process_group=0
+            )
         its.close()
 
     @property
