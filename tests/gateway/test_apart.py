@@ -343,6 +343,16 @@ async def test_sglang_goes_to_another_pair_where_a_prompt_is_lost() -> None:
         assert await handed(client) == {"failed": 1, "handed": 1}
 
 
+async def test_sglang_refuses_what_both_refuse() -> None:
+    late = Step(status=400, parts=refused(400).parts, stream=False, delay=0.1)
+    async with apart([refused(400)], [late], "sglang") as ([p], [d], gateway, client):
+        answer = await client.post(CHAT, json=chat())
+        assert answer.status_code == 400 and "no: 400" in answer.text
+        assert len(p.bodies) == len(d.bodies) == 1
+        gateway.upstreams.by_name["e2"].load.prefill_tokens -= 1e6
+        await until(lambda: is_clean(gateway))
+
+
 async def test_sglang_without_engines_for_prompts_is_unavailable() -> None:
     async with apart([GOOD], [GOOD], "sglang") as ([p], [d], gateway, client):
         gateway.upstreams.by_name["e1"].drain(on=True, now=0.0)

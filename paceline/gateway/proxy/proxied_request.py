@@ -379,10 +379,13 @@ class ProxiedRequest:
         if leg.failure is None and not (begun or attempt.verdict is not None):
             return
         leg.is_noted = True
-        if leg.failure is None or begun:
+        if leg.failure is None or begun or attempt.is_answer:
             self._note_prompt(leg, "handed")
             return
         self._note_prompt(leg, "failed")
+        if leg.attempt.is_final:
+            # the other engine refuses it as well, and its refusal is the caller's
+            return
         attempt.leave(f"its prompt was lost: {leg.failure}")
 
     def _hand_over(self) -> None:
