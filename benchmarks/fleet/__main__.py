@@ -11,7 +11,7 @@ Parts, each of which can be run alone (``PARTS=choice,moves``):
 * ``pd``: one replica for prompts and one for answers against two that do both; see ``apart``;
 * ``faults``: the counts that ``make test-fleet`` wrote, and the memory of Ray's head, two nodes and
   three actors, idle;
-* ``autoscale``: a day of ``HOURS`` (4) in the simulator, which the controller of ``paceline fleet``
+* ``autoscale``: a day of ``HOURS`` (24) in the simulator, which the controller of ``paceline fleet``
   drives; see ``simulated``;
 * ``ray_serve``: a replica killed behind Ray Serve and behind our gateway; see ``ray_serve``;
 * ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests, 50 of them killed.
@@ -140,7 +140,7 @@ def main() -> int:
         print(f"PARTS may have {', '.join(PARTS)}, got {unknown[0]!r}", file=sys.stderr)
         return 2
     num_moves = int(os.environ.get("MOVES", "64" if quick else "1000"))
-    hours = float(os.environ.get("HOURS", "0.5" if quick else "4"))
+    hours = float(os.environ.get("HOURS", "0.5" if quick else "24"))
     size = (50, 500) if quick else (1000, 20_000)
     measures: dict[str, Any] = {
         "choice": lambda: {str(n): round(choice_ms(n), 3) for n in (16, 256, 1000)},

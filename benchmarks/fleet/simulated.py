@@ -94,7 +94,7 @@ def _run(spec: Spec, places: int, arrivals: Iterator[Arrival]) -> tuple[float, F
     return _attained(served), router, len(served)
 
 
-def autoscale(hours: float = 4.0, peak: float = 4.0, seed: int = 0) -> dict[str, Any]:
+def autoscale(hours: float = 24.0, peak: float = 4.0, seed: int = 0) -> dict[str, Any]:
     """Return attainment and replica hours of a pool that scales, next to one fixed at the fewest
     that hold the targets at the peak of the day."""
     seconds = 3600.0 * hours

@@ -3,12 +3,12 @@
 The load is counted in requests, and so is what a replica takes: its slots, or fewer where memory
 or the predicted wait for a first token is used up earlier. Requests come and go at random, so
 their number scatters by about its square root, however many replicas share them. A pool of room for
-``mean + 1.5 * sqrt(mean)`` requests therefore has a free slot for most of them at any size, where a
+``mean + 1.25 * sqrt(mean)`` requests therefore has a free slot for most of them at any size, where a
 fixed share of free slots is too little for a small pool and too much for a large one (the
 square-root staffing rule of Halfin and Whitt, 1981).
 
 The mean is that of some minutes, so that it does not follow the scatter itself; a moment at which
-all slots are taken adds replicas at once.
+more than all slots are asked for adds replicas at once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from typing import Final, Protocol
 __all__ = ["Scale", "Scaling", "replicas_for"]
 
 # standard deviations of the number of requests for which there are free slots
-_MARGIN: Final = 1.5
+_MARGIN: Final = 1.25
 # share of memory, and of the wait that counts as full, which are left for what grows
 _FULL: Final = 0.9
 # most that a replica's predicted wait counts for
 _MOST_WAIT: Final = 2.0
+# multiple of all slots from which replicas are added at once: a few requests that wait for a second
+# are cheaper than a replica
+_CROWDED: Final = 1.1
 # seconds of the mean; and between two looks at the load
-_WINDOW: Final = 180.0
+_WINDOW: Final = 300.0
 _LOOK: Final = 1.0
-# seconds between two replicas that are given up
+# seconds from a change until a replica is given up
 _SHRINK_SECONDS: Final = 60.0
 
 
@@ -95,10 +98,11 @@ class Scaling:
         # requests that fill one replica
         room = self._requests / self._filled if self._requests and self._filled else math.inf
         steady = replicas_for(mean, room)
-        need = min(scale.max, max(scale.min, steady, math.ceil(requests / room - 1e-9)))
+        need = min(
+            scale.max, max(scale.min, steady, math.ceil(requests / (_CROWDED * room) - 1e-9))
+        )
         if need > before:
-            # until the mean is of the time since then
-            self._keeps_until = now + _WINDOW
+            self._keeps_until = now + _SHRINK_SECONDS
             return need
         if need < before and now >= self._keeps_until:
             self._keeps_until = now + _SHRINK_SECONDS

@@ -38,7 +38,7 @@ def test_a_pool_settles_at_the_square_root_rule(requests: int, replicas: int) ->
 
 def test_a_small_pool_keeps_a_larger_share_free() -> None:
     shares = [requests / (16.0 * replicas_for(requests, 16.0)) for requests in (24, 96, 384, 1536)]
-    assert shares == sorted(shares) and shares[0] < 0.8 and shares[-1] > 0.93
+    assert shares == sorted(shares) and shares[0] < 0.8 and shares[-1] > 0.95
 
 
 def test_slots_that_are_all_taken_add_replicas_at_once() -> None:
@@ -46,7 +46,8 @@ def test_slots_that_are_all_taken_add_replicas_at_once() -> None:
     for second in range(600):
         assert scaling.wanted(float(second), SCALE, pool(3, 36), 3) == 3
     # a burst, before the mean knows of it
-    assert scaling.wanted(600.0, SCALE, pool(3, 49), 3) == 4
+    assert scaling.wanted(599.5, SCALE, pool(3, 50), 3) == 3
+    assert scaling.wanted(600.0, SCALE, pool(3, 54), 3) == 4
     assert scaling.wanted(601.0, SCALE, pool(3, 80), 4) == 5
 
 
@@ -76,7 +77,7 @@ def test_memory_and_waits_take_room_before_the_slots(more: dict[str, float], roo
 def test_engines_that_report_no_slots_are_judged_by_memory_and_waits() -> None:
     scaling = Scaling()
     seen = [Seen("http://x", True, None, True, 6, kv=0.45)] * 2
-    assert scaling.wanted(0.0, SCALE, seen, 2) == math.ceil((12 + 1.5 * math.sqrt(12)) / 12)
+    assert scaling.wanted(0.0, SCALE, seen, 2) == math.ceil((12 + 1.25 * math.sqrt(12)) / 12)
 
 
 def test_a_count_that_is_not_known_changes_nothing() -> None:
