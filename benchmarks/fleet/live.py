@@ -51,6 +51,7 @@ class Fleet:
     # the gateway's pools, where it listens, and what its pools need beside their names
     pools: tuple[str, ...] = ("chat",)
     host: str = "127.0.0.1"
+    listens: str = ""
     gateway_lines: str = ""
     # words before the controller's command, such as those that run it in a network of its own, and
     # the URL that it knows the gateway by
@@ -96,7 +97,7 @@ class Fleet:
         )
         self.gateway = self._start(
             "gateway", *COMMAND, "gateway", str(config), "--port", str(self.port),
-            "--host", self.host, PACELINE_API_KEY=KEY,
+            "--host", self.listens or self.host, PACELINE_API_KEY=KEY,
         )  # fmt: skip
         assert self.gateway.stdout is not None
         line = self.gateway.stdout.readline()

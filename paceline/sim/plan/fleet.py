@@ -39,9 +39,6 @@ _MAX_MODEL_LEN = 1 << 20
 _NUM_ALONE = 100
 _ALONE_GAP = 1e5
 _ALONE_NOISE = 0.05
-# seconds for which a pool that grows and shrinks is simulated, and its end, which counts
-_SETTLING = 900.0
-_SETTLED = 300.0
 # seconds until a replica has started
 _START_SECONDS = 60.0
 
@@ -154,26 +151,31 @@ def run_fleet(
 
 
 def settled_size(
-    option: FleetOption, size: int, workload: Iterable[Arrival], *, prefix_block: int = 512
+    option: FleetOption,
+    size: int,
+    workload: Iterable[Arrival],
+    *,
+    prefix_block: int = 512,
+    seconds: float = 900.0,
 ) -> int:
     """Return the replicas that a fleet's pool with ``replicas = {min, max}`` settles at, from
     ``size`` on, if the workload comes again and again; ``first_token`` is its least TTFT target.
 
-    A quarter of an hour is simulated, of which the number that was wanted longest in the last
-    minutes counts.
+    Of the ``seconds`` that are simulated, the number that was wanted longest in the last third
+    counts.
     """
     arrivals = list(workload)
     targets = [each.ttft for each in arrivals if each.ttft is not None]
     most = 2 * size
     scale = Scale(1, most, min(targets, default=1.0))
-    spec = Spec(size, version="plan", drain_seconds=_SETTLING, scale=scale)
+    spec = Spec(size, version="plan", drain_seconds=seconds, scale=scale)
     router = FleetRouter(spec, start_seconds=_START_SECONDS)
     pool = Pool(tuple(option.spec(seed) for seed in range(most + 1)), router)
     simulator = Simulator(pool, lambda served: None, prefix_block=prefix_block)
-    simulator.run(_repeated(arrivals), until=_SETTLING)
+    simulator.run(_repeated(arrivals), until=seconds)
     wanted: defaultdict[int, float] = defaultdict(float)
-    since = _SETTLING - _SETTLED
-    for (at, number), (until, _) in pairwise([*router.sizes, (_SETTLING, 0)]):
+    since = 2.0 * seconds / 3.0
+    for (at, number), (until, _) in pairwise([*router.sizes, (seconds, 0)]):
         wanted[number] += max(0.0, until - max(at, since))
     return max(wanted, key=wanted.__getitem__)
 

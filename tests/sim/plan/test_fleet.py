@@ -7,12 +7,16 @@ from functools import cache
 
 import pytest
 
+from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.errors import ConfigError
 from paceline.fleet.scaling import replicas_for
+from paceline.sim.config import ReplicaConfig
 from paceline.sim.plan.fleet import FleetOption, best_fleet, run_fleet, settled_size
 from paceline.sim.plan.models import find_model
 from paceline.sim.plan.search import Target
+from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.step_times.roofline import HardwareCard
+from paceline.sim.step_times.spec import Source
 from paceline.sim.workload.spec import open_workload
 
 MODEL = find_model("llama-3.1-8b")
@@ -43,18 +47,18 @@ def test_targets_that_no_fleet_meets_are_found_out_alone() -> None:
     assert fast.found.size is not None
 
 
-def test_a_pool_that_scales_settles_near_the_square_root_rule() -> None:
-    workload = open_workload("synthetic:rate=6,prompt=fixed(100),output=fixed(400),n=400")
-    option = replace(L4, router="predicted")
-    settled = settled_size(option, 3, workload)
-    # by Little's law, in an engine that has room for all
-    run = run_fleet(option, settled, workload)
-    assert run.e2e is not None
-    requests = run.request_rate * run.e2e.mean
-    slots = option.spec().config.scheduler.max_num_seqs
-    assert settled == pytest.approx(replicas_for(requests, slots), abs=1)
-    # a fleet that is too small is grown to the same
-    assert settled_size(option, 1, workload) >= min(2, settled)
+def test_a_pool_that_scales_settles_at_the_square_root_rule() -> None:
+    workload = open_workload("synthetic:rate=1.5,prompt=fixed(50),output=fixed(60),n=300")
+    config = ReplicaConfig(
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512, max_model_len=1024),
+        cache=CacheConfig(block_size=16, num_blocks=200, enable_prefix_caching=False),
+    )
+    option = FleetOption("fixed", lambda seed: Source(FixedStepTimes(0.1), config=config))
+    # six seconds each: nine on average, by Little's law
+    right = replicas_for(9.0, 4.0)
+    for size in (2, 6):
+        settled = settled_size(option, size, workload, seconds=700.0)
+        assert settled == pytest.approx(right, abs=1), size
 
 
 def test_the_cheapest_comes_first() -> None:
