@@ -11,8 +11,8 @@ Parts, each of which can be run alone (``PARTS=choice,moves``):
 * ``pd``: one replica for prompts and one for answers against two that do both; see ``apart``;
 * ``faults``: the counts that ``make test-fleet`` wrote, and the memory of Ray's head, two nodes and
   three actors, idle;
-* ``autoscale``: a day of ``HOURS`` (24) in the simulator, which the controller of ``paceline fleet``
-  drives; see ``simulated``;
+* ``autoscale``: a day of ``HOURS`` (24) in the simulator, which the controller of
+  ``paceline fleet`` drives; see ``simulated``;
 * ``ray_serve``: a replica killed behind Ray Serve and behind our gateway; see ``ray_serve``;
 * ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests, 50 of them killed.
 

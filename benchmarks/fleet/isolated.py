@@ -86,7 +86,9 @@ def _fleets(folder: Path) -> Iterator[tuple[Fleet, Fleet]]:
         own = folder / f"h{host}"
         (own / "state").mkdir(parents=True)
         made.append(Fleet(
-            own, replicas=2, pool=f"h{host}", pools=("h1", "h2"), host=f"{_DATA}.1", listens="0.0.0.0",
+            own, replicas=2, pool=f"h{host}", pools=("h1", "h2"), host=f"{_DATA}.1",
+            # controllers reach the gateway at its other address
+            listens="0.0.0.0",
             serve=(*null, "--host", f"{_DATA}.1{host}"),
             around=("ip", "netns", "exec", f"h{host}"), pool_lines="lease = 5\n",
         ))  # fmt: skip
