@@ -9,6 +9,9 @@ that model, really run.
 * ``auroc``, ``apgr``, ``calls_saved``: in ten folds, with bootstrap intervals; ``apgr`` is 0.5 for
   a random choice; baselines are an oracle, one who knows which small answers are right, and the
   longest prompts first;
+* ``samples``: the same of ``cascade`` with the agreement of three further answers;
+* ``gaps``: APGR next to its oracle for large models that are wrong more often, so that the two
+  models' qualities lie closer;
 * ``bound``: the mean loss over 20 splits of 200 labels to fit, 200 to calibrate and 100 to test;
 * ``unseen_kind``: the kinds held out, with scorers that never saw them;
 * ``router_us``: one decision, from the prompt and the answer's tokens to the score;
@@ -16,7 +19,7 @@ that model, really run.
 * ``ttft_added_ms``: what holding tokens back adds to a first token, live (``live``).
 
 The last line is JSON; a part that was not run is absent from it, and named above it.
-``PARTS=bound,folds,unseen,overload,live`` runs some; QUICK=1: the bound alone.
+``PARTS=bound,folds`` runs some; QUICK=1: the bound alone.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.cascade.collect import SMALL, answers_of, labels
+from benchmarks.cascade.collect import SAMPLES, SMALL, answers_of, labels
 from benchmarks.cascade.judging import (
     bound,
+    by_gap,
     by_kind,
     in_folds,
     pair,
@@ -48,20 +52,24 @@ from paceline.bench.machine import machine
 
 # a large model as a file; "": it is scripted
 LARGE = os.environ.get("LARGE", "")
-PARTS = ("bound", "folds", "unseen", "overload", "live")
+PARTS = ("bound", "folds", "samples", "gaps", "unseen", "overload", "live")
 
 
-def rows_of() -> tuple[list[Measured], list[Measured]]:
-    """Return the measured labels of the usual kinds and of those held out."""
+def rows_of(samples: int = 0) -> tuple[list[Measured], list[Measured]]:
+    """Return the measured labels of the usual kinds and of those held out; ``samples``: further
+    answers of the small model to each."""
     usual, held = labels()
     small = answers_of("small", SMALL)
+    drawn = answers_of("small", SMALL, samples) if samples else None
     if LARGE:
         answers = answers_of("large", LARGE)
         found = [answers.find("large", label) for label in (*usual, *held)]
         large = [text_of(answer) for answer in found if answer is not None]
     else:
         large = scripted_large([*usual, *held])
-    return pair(usual, small, large[: len(usual)]), pair(held, small, large[len(usual) :])
+    parts = ((usual, large[: len(usual)]), (held, large[len(usual) :]))
+    one, other = (pair(part, small, answers, drawn) for part, answers in parts)
+    return one, other
 
 
 def show(title: str, rows: dict[str, Any]) -> None:
@@ -98,6 +106,13 @@ def figures(usual: Sequence[Measured], held: Sequence[Measured]) -> dict[str, An
             found[name] = folds["cascade"][name]
         found["router_us"] = router_us(usual)
         show("router", {"microseconds": found["router_us"]})
+    if "samples" in wanted:
+        drawn = in_folds(rows_of(SAMPLES)[0], ("cascade",))["cascade"]
+        found["with_samples"] = {"samples": SAMPLES, **drawn}
+        show(f"cascade with {SAMPLES} further answers, ten folds", drawn)
+    if "gaps" in wanted:
+        found["apgr_by_gap"] = by_gap(usual)
+        show("APGR by the quality of a scripted large model", found["apgr_by_gap"])
     if "unseen" in wanted:
         found["unseen_kind"] = unseen(usual, held)
         show("kinds never seen: no bound is promised, as they are not exchangeable with the labels",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.cascade.tasks import HELD_OUT, KINDS, make_labels
 from benchmarks.common.server import PacelineServer
-from paceline.bench.calibrate.asking import Answers, Source, ask, ask_all
+from paceline.bench.calibrate.asking import Answers, Source, ask, ask_all, ask_samples
 from paceline.bench.calibrate.labels import Label
 from paceline.checkpoints.hub.resolve import default_cache_dir
 
-__all__ = ["SMALL", "answers_of", "folder", "labels"]
+__all__ = ["SAMPLES", "SMALL", "answers_of", "folder", "labels"]
 
 SMALL: Final = "smollm2-135m"
+# further answers in the rows that say so
+SAMPLES: Final = 3
 _SEED: Final = 1
 
 
@@ -32,11 +34,15 @@ def folder() -> Path:
     return root
 
 
-def answers_of(side: str, model: str) -> Answers:
+def answers_of(side: str, model: str, samples: int = 0) -> Answers:
     """Return a model's answers; those that are not kept yet are asked for first. Raises
-    Unavailable if its server does not start, and SystemExit if it does not answer."""
+    Unavailable if its server does not start, and SystemExit if it does not answer.
+
+    Args:
+        samples: further answers to each prompt, instead of the first one; 0: the first one.
+    """
     root, name = folder(), Path(model).stem
-    answers = Answers(root / f"{name}.jsonl")
+    answers = Answers(root / f"{name}{f'-{samples}' if samples else ''}.jsonl")
     wanted = [label for part in labels() for label in part]
     missing = sum(answers.find(side, label) is None for label in wanted)
     if not missing:
@@ -51,9 +57,13 @@ def answers_of(side: str, model: str) -> Answers:
     flags = (model, "--served-model-name", name, "--generation-config", "vllm")
     with PacelineServer(*flags, log=root / "server.log") as server:
         source = Source(f"http://127.0.0.1:{server.port}", name)
-        failed = ask_all(
-            side, wanted, answers, lambda label: ask(source, label, logprobs=side == "small"), told
-        )
+
+        def answer(label: Label) -> dict[str, Any]:
+            if samples:
+                return ask_samples(source, label, samples)
+            return ask(source, label, logprobs=side == "small")
+
+        failed = ask_all(side, wanted, answers, answer, told)
     if failed:
         raise SystemExit(f"{len(failed)} prompts were not answered: {failed[0]}")
     return answers
@@ -61,3 +71,4 @@ def answers_of(side: str, model: str) -> Answers:
 
 if __name__ == "__main__":
     answers_of("small", SMALL)
+    answers_of("small", SMALL, SAMPLES)

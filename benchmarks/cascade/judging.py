@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from benchmarks.cascade.tasks import truth
@@ -32,9 +33,19 @@ from paceline.bench.calibrate.fitting import (
     scores_of,
 )
 from paceline.bench.calibrate.labels import Label
+from paceline.gateway.settings.cascade import Mode
 from paceline.routing.cascade import pick_threshold
 
-__all__ = ["bound", "by_kind", "in_folds", "pair", "router_us", "scripted_large", "unseen"]
+__all__ = [
+    "bound",
+    "by_gap",
+    "by_kind",
+    "in_folds",
+    "pair",
+    "router_us",
+    "scripted_large",
+    "unseen",
+]
 
 FIRST: Final = 24
 ALPHAS: Final = (0.02, 0.05, 0.1, 0.15)
@@ -54,13 +65,17 @@ def scripted_large(labels: Sequence[Label], seed: int = 0) -> list[str]:
     ]
 
 
-def pair(labels: Sequence[Label], small: Answers, large: Sequence[str]) -> list[Measured]:
-    """Return the labels with both qualities."""
+def pair(
+    labels: Sequence[Label], small: Answers, large: Sequence[str], drawn: Answers | None = None
+) -> list[Measured]:
+    """Return the labels with both qualities; ``drawn``: further answers of the small model."""
     rows = []
     for label, answer in zip(labels, large, strict=True):
         found = small.find("small", label)
         assert found is not None, "all were asked"
-        row = measured(label, found, quality(label, text_of(found)), quality(label, answer))
+        more = None if drawn is None else drawn.find("small", label)
+        qualities = quality(label, text_of(found)), quality(label, answer)
+        row = measured(label, found, *qualities, samples=more)
         assert row is not None, "the server answers chats"
         rows.append(row)
     return rows
@@ -82,11 +97,11 @@ def _told(found: Interval) -> list[float]:
     return [round(value, 3) for value in (found.value, found.low, found.high)]
 
 
-def in_folds(rows: Sequence[Measured]) -> dict[str, dict[str, Any]]:
+def in_folds(rows: Sequence[Measured], modes: Sequence[Mode] = MODES) -> dict[str, dict[str, Any]]:
     """Return AUROC, APGR and calls saved of each router and of the baselines; each score is by a
     scorer that was fitted on the other nine folds. A figure is [value, low, high]."""
     outcomes = outcomes_of(rows)
-    scores = {mode: out_of_fold(rows, mode, FIRST) for mode in MODES}
+    scores = {mode: out_of_fold(rows, mode, FIRST) for mode in modes}
     scores["oracle"] = oracle(outcomes)  # type: ignore[index]
     # a judge of the small answers that is never wrong, and knows nothing of the large ones
     scores["small known"] = outcomes.small  # type: ignore[index]
@@ -103,6 +118,25 @@ def in_folds(rows: Sequence[Measured]) -> dict[str, dict[str, Any]]:
             "calls_saved_at_99": _told(
                 interval(lambda o, s: calls_saved(o, s, 0.99), outcomes, each)
             ),
+        }
+    return found
+
+
+def by_gap(rows: Sequence[Measured]) -> dict[str, dict[str, float]]:
+    """Return the figures of the same small answers next to large models that are wrong by chance on
+    more of the tasks: none, 15 and 30 of 100 more."""
+    found = {}
+    for more in (0.0, 0.15, 0.3):
+        draw = random.Random(1)
+        weaker = [
+            msgspec.structs.replace(row, large=row.large * (draw.random() >= more)) for row in rows
+        ]
+        outcomes = outcomes_of(weaker)
+        scores = {mode: out_of_fold(weaker, mode, FIRST) for mode in MODES[:2]}
+        gap = float(outcomes.large.mean() - outcomes.small.mean())
+        known: dict[str, Any] = {"oracle": oracle(outcomes), "small known": outcomes.small}
+        found[f"{gap:.2f}"] = {
+            name: round(apgr(outcomes, s), 3) for name, s in (known | scores).items()
         }
     return found
 
