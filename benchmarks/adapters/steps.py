@@ -1,26 +1,4 @@
-"""Rows of one step that use LoRA adapters: what they cost next to the same rows without.
-
-Method. SmolLM2-135M's shape with random weights, and adapters of rank 16 on all seven matrices,
-kept in bfloat16. The same step is computed with adapters and without, in turns; a figure is the
-median of the pairs' ratios, and next to it the 95 % interval of their mean. *N of M* are N
-sequences at context 192 that decode a token each with M adapters between them; ``prompt_192`` is
-one prompt of 192 tokens.
-
-* ``base_rows``: 8 sequences without an adapter while 64 are in memory, over those of a model that
-  has none.
-* ``big``: a quarter of the layers and of the vocabulary of SmolLM2-1.7B's shape, which leaves the
-  ratios what they are.
-* ``load_ms``: a folder of 10 MB read, checked and packed, as the engine does it, while nothing
-  runs; ``load_step_ms_p99``: how much longer the slowest steps take while folders are loaded.
-* ``identical``: rows of a mixed step are the same alone, bit for bit.
-
-Not measured here, and absent from the last line: one adapter's flood (``flood_p99_ratio``), and
-other servers.
-
-FORMATS=int8/int8,... chooses weights and KV cache, ISA a level of the kernels, THREADS their
-number: of one thread the processor time is taken, which other work on the machine affects less.
-QUICK=1 takes fewer pairs, and no ``big``. The last line is JSON.
-"""
+"""Steps of a model with adapters and without, and steps while adapters are loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +22,6 @@ from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import NativeModel
 from paceline.backends.native.adapters import NativeAdapter
 from paceline.backends.runner.interface import RowAdapter
-from paceline.bench.machine import machine
 from paceline.checkpoints.model.adapter import (
     MODULES,
     AdapterFile,
@@ -124,28 +101,32 @@ class Rows:
         )  # fmt: skip
 
 
-def seconds(
-    work: Callable[[], object], least: float = 0.06, clock: Callable[[], float] = CLOCK
-) -> float:
-    """Seconds of one call: the mean of as many as fill ``least``."""
-    began, count = clock(), 0
-    while not count or clock() - began < least:
-        work()
-        count += 1
-    return (clock() - began) / count
+def seconds(work: Callable[[], object], clock: Callable[[], float] = CLOCK) -> float:
+    """Return the seconds of one call."""
+    began = clock()
+    work()
+    return clock() - began
 
 
 def ratio(
-    ours: Callable[[], object], theirs: Callable[[], object], least: float = 0.06
+    ours: Callable[[], object], theirs: Callable[[], object], least: float = 0.24
 ) -> list[float]:
-    """The ratio of two works in turns: median, and the interval of the mean."""
+    """Return the ratio of two works: the median of the pairs, and the interval of their mean.
+
+    A pair is the medians of single calls in turns, three of each or as many as fill ``least``
+    seconds: what disturbs the machine for longer than a call affects both sides alike, and a call
+    that is disturbed by itself counts for neither.
+    """
     times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(PAIRS + 1):
-        order = ((0, ours), (1, theirs)) if turn % 2 else ((1, theirs), (0, ours))
-        for side, work in order:
-            found = seconds(work, least)
-            if turn:
-                times[side].append(found)
+    for pair in range(PAIRS + 1):
+        found: tuple[list[float], list[float]] = ([], [])
+        while len(found[0]) < 3 or sum(map(sum, found)) < least:
+            order = ((0, ours), (1, theirs)) if len(found[0]) % 2 else ((1, theirs), (0, ours))
+            for side, work in order:
+                found[side].append(seconds(work))
+        # the first one warms up
+        for side in (0, 1) if pair else ():
+            times[side].append(statistics.median(found[side]))
     return [round(value, 3) for value in paired_ratio(*times)]
 
 
@@ -205,11 +186,11 @@ def loading(model: NativeModel) -> dict[str, float]:
 
         def load() -> None:
             slices.begin()
-            values = open_adapter(Path(name), CONFIG).read(slices.pause)
+            values = open_adapter(Path(name), CONFIG, pause=slices.pause).read(slices.pause)
             layers = CONFIG.num_hidden_layers
             NativeAdapter(model.handle, layers, values, floats=False, pause=slices.pause)
 
-        times = [seconds(load, 0.0, time.perf_counter) for _ in range(1 + 5)][1:]
+        times = [seconds(load, time.perf_counter) for _ in range(1 + 5)][1:]
         rows, stop = Rows(model, 8, 1, CONTEXT), threading.Event()
 
         def load_on() -> None:
@@ -219,8 +200,7 @@ def loading(model: NativeModel) -> dict[str, float]:
 
         def slowest() -> float:
             steps = [
-                seconds(lambda: rows(None), 0.0, time.perf_counter)
-                for _ in range(100 if QUICK else 400)
+                seconds(lambda: rows(None), time.perf_counter) for _ in range(100 if QUICK else 400)
             ]
             return percentile(steps, 0.99)
 
@@ -238,53 +218,45 @@ def loading(model: NativeModel) -> dict[str, float]:
     }
 
 
-def main() -> int:
-    threads = THREADS
-    isa = os.environ.get("ISA") or None
-    results: dict[str, Any] = {"rank": RANK, "threads": threads}
-    for kinds in FORMATS:
-        dtype, kv_dtype = kinds.split("/")
-        bare = make_model(dtype, kv_dtype, threads, isa=isa)
-        model = make_model(dtype, kv_dtype, threads, isa=isa)
-        layers = CONFIG.num_hidden_layers
-        adapters = [
-            NativeAdapter(model.handle, layers, random_values(CONFIG, seed), floats=False)
-            for seed in range(64)
-        ]
-        found: dict[str, Any] = {"isa": model.isa}
-        ours, theirs = Rows(model, 8, 1, CONTEXT), Rows(bare, 8, 1, CONTEXT)
-        found["base_rows"] = ratio(lambda r=ours: r(None), lambda r=theirs: r(None))  # type: ignore[misc]
-        bare.close()
-        found |= measure(model, adapters)
-        found["identical"] = identical(model, adapters)
-        found |= loading(model)
-        found["adapter_mb"] = round(adapters[0].num_bytes / 1e6, 1)
-        model.close()
-        results[kinds] = found
-        print(f"{kinds} on {threads} threads, {found['isa']}, adapters of rank {RANK}:")
-        for name, value in found.items():
-            shown = (
-                f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
-                if name in CASES or name in ("base_rows", "prompt_192")
-                else value
-            )
-            print(f"  {name:24} {shown}")
-    if not QUICK:
-        big = make_model(
-            FORMATS[0].split("/")[0], FORMATS[0].split("/")[1], threads, config=BIG, isa=isa
-        )
-        layers = BIG.num_hidden_layers
-        adapters = [
-            NativeAdapter(big.handle, layers, random_values(BIG, seed), floats=False)
-            for seed in range(64)
-        ]
-        results["big"] = measure(big, adapters)
-        print(f"1.7B's shape, {FORMATS[0]}: {results['big']}")
-    first = results[FORMATS[0]]
-    print(json.dumps({"machine": machine()}))
-    print(json.dumps({"bench": "adapters", "results": results | first}))
-    return 0
+def loaded(model: NativeModel, config: ModelConfig) -> list[NativeAdapter]:
+    """Return 64 adapters in memory."""
+    layers = config.num_hidden_layers
+    return [
+        NativeAdapter(model.handle, layers, random_values(config, seed), floats=False)
+        for seed in range(64)
+    ]
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def steps(kinds: str, isa: str | None) -> dict[str, Any]:
+    """Return the figures of one pair of formats."""
+    dtype, kv_dtype = kinds.split("/")
+    bare = make_model(dtype, kv_dtype, THREADS, isa=isa)
+    model = make_model(dtype, kv_dtype, THREADS, isa=isa)
+    found: dict[str, Any] = {"isa": model.isa}
+    ours, theirs = Rows(model, 8, 1, CONTEXT), Rows(bare, 8, 1, CONTEXT)
+    found["base_rows_control"] = ratio(lambda: ours(None), lambda: theirs(None))
+    adapters = loaded(model, CONFIG)
+    found["base_rows"] = ratio(lambda: ours(None), lambda: theirs(None))
+    bare.close()
+    found |= measure(model, adapters)
+    found["identical"] = identical(model, adapters)
+    found |= loading(model)
+    found["adapter_mb"] = round(adapters[0].num_bytes / 1e6, 1)
+    model.close()
+    return found
+
+
+def big(kinds: str, isa: str | None) -> dict[str, Any]:
+    """Return the figures of 1.7B's shape."""
+    dtype, kv_dtype = kinds.split("/")
+    model = make_model(dtype, kv_dtype, THREADS, config=BIG, isa=isa)
+    found = measure(model, loaded(model, BIG))
+    model.close()
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a figure for people."""
+    if isinstance(value, list):
+        return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
+    return str(value)
