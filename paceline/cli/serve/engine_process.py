@@ -7,6 +7,7 @@ Its settings arrive as JSON on standard input; ``engine.process`` does the rest.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -57,6 +58,8 @@ def ending(config: bytes) -> None:
 
 def main() -> int:
     configure_logging("info")
+    # also of engines that are forked from here
+    client = os.getppid()
     if sys.argv[1:] == ["forks"]:
         # what an engine with a model imports, and its library, which was checked
         import paceline.backends.loading.load
@@ -72,7 +75,7 @@ def main() -> int:
             digest()
         if not is_forked():
             return 0
-    return engine_main(build, shared, ending)
+    return engine_main(build, shared, ending, client)
 
 
 if __name__ == "__main__":

@@ -115,13 +115,14 @@ def _ticks(process: Path) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def watch_contention() -> None:
-    """Sample for as long as the process lives, on a thread of its own."""
+def watch_contention(parent: int | None = None) -> None:
+    """Sample for as long as the process lives, on a thread of its own. ``parent``: see
+    ``read_sample``."""
 
     def work() -> None:
         meter = ContentionMeter()
         while True:
-            sample = read_sample(time.monotonic())
+            sample = read_sample(time.monotonic(), parent=parent)
             if sample is None:
                 return
             found = meter.look(sample)

@@ -69,6 +69,7 @@ def engine_main(
     build: EngineBuilder,
     shared: Callable[[bytes], Sequence[Path]] = lambda _: (),
     ending: Callable[[bytes], None] = lambda _: None,
+    client: int | None = None,
 ) -> int:
     """Run an engine process from start to end; return its exit code.
 
@@ -76,6 +77,7 @@ def engine_main(
         shared: returns the temporary folders that the client's engines share, by the settings. They
             are removed, as that of the sockets is, once the client has ended without doing so.
         ending: called with the settings before an orderly end, which frees memory.
+        client: the client's process; None: this one's parent.
 
     0 after an orderly end, 1 when building or running failed, 143 after SIGTERM. A failure has been
     sent to the client (``Dead``) and, with its traceback, to stderr.
@@ -96,7 +98,7 @@ def engine_main(
     sockets = Path(launch.outbox.removeprefix(IPC)).parent
     watch = _Watch(sys.stdin.fileno(), [sockets, *shared(launch.config)])
     try:
-        return _build_and_run(build, launch, context, outbox, watch, ending)
+        return _build_and_run(build, launch, context, outbox, watch, ending, client)
     finally:
         outbox.close()
         context.term()
@@ -110,6 +112,7 @@ def _build_and_run(
     outbox: zmq.Socket[bytes],
     watch: _Watch,
     ending: Callable[[bytes], None],
+    client: int | None,
 ) -> int:
     def send(message: EngineMessage) -> None:
         outbox.send(encode(message))
@@ -131,7 +134,7 @@ def _build_and_run(
         core.blocks.wake = messages.wake
     try:
         send(Ready(info))
-        watch_contention()
+        watch_contention(client)
         with collected_seldom():
             shutdown = EngineLoop(
                 core,

@@ -94,7 +94,7 @@ contention._LOOK = 0.01
 samples = iter(range(10**9))
 
 
-def sample(now):
+def sample(now, parent):
     i = next(samples)
     return contention.Sample(10.0 * i, 10.0 * i, 10.0 * i, 20.0 * i, 11.0 * i)
 
