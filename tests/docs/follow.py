@@ -43,7 +43,7 @@ class Step:
 
 
 def follow(page: Path, folder: Path, path: str, seconds: float) -> list[Step]:
-    """Run the blocks of ``page`` that are marked as run, in ``folder``.
+    """Run the shell's blocks of ``page`` that are marked as run, in ``folder``.
 
     Args:
         path: ``PATH`` of the shell, with ``paceline`` on it.
@@ -52,7 +52,11 @@ def follow(page: Path, folder: Path, path: str, seconds: float) -> list[Step]:
     Raises:
         AssertionError: a block failed, with what it printed.
     """
-    wanted = [b for b in blocks(page) if b.mark and b.mark.word != "not-run"]
+    wanted = [
+        b
+        for b in blocks(page)
+        if b.mark and b.mark.word != "not-run" and b.language in ("sh", "bash")
+    ]
     with ExitStack() as stack:
         ports = _free_ports(stack, sorted({p for b in wanted for p in _PORT.findall(b.code)}))
     script = ["set -eo pipefail"]

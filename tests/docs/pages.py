@@ -114,7 +114,7 @@ def blocks(path: Path) -> tuple[Block, ...]:
             assert token.map is not None
             found.append(
                 Block(
-                    page=str(path.relative_to(ROOT)),
+                    page=str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path),
                     line=token.map[0] + (2 if token.type == "fence" else 1),
                     language=token.info.strip(),
                     code=token.content,

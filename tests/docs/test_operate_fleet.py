@@ -21,16 +21,14 @@ def printed(steps: list[Step], words: str) -> str:
     return step.printed
 
 
-@pytest.mark.docs
-@pytest.mark.skipif(shutil.which("curl") is None, reason="this machine has no curl")
-def test_a_fleet_in_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def follow_page(page: Path, tmp_path: Path, path: str, seconds: float) -> None:
+    """Follow the page, or another form of it, and check what it printed."""
     made = tmp_path / ".venv" / "bin"
     made.mkdir(parents=True)
     command = f'#!/bin/sh\nexec {sys.executable} -m paceline.cli.main "$@"\n'
     (made / "paceline").write_text(command)
     (made / "paceline").chmod(0o755)
-    steps = follow(PAGE, tmp_path, os.environ["PATH"], 110.0)
+    steps = follow(page, tmp_path, path, seconds)
     assert "503" in printed(steps, "health/ready")
     assert "1 pools, 2 replicas: valid" in printed(steps, "--check")
     assert "pool chat: 2 of 2 replicas are up" in printed(steps, "--check")
@@ -42,3 +40,10 @@ def test_a_fleet_in_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     told = printed(steps, "curl -X PUT")
     assert told.count('"version":7') == 2 and told.count('"up":false') == 4, told
     assert told.count('"draining":true') == 2
+
+
+@pytest.mark.docs
+@pytest.mark.skipif(shutil.which("curl") is None, reason="this machine has no curl")
+def test_a_fleet_in_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    follow_page(PAGE, tmp_path, os.environ["PATH"], 110.0)

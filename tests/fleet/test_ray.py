@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.fleet.faults import actors
 from benchmarks.fleet.live import Streams, running_fleet
+from tests.docs.pages import ROOT
+from tests.docs.test_operate_fleet import PAGE, follow_page
 
 ray = pytest.importorskip(
     "ray",
@@ -69,6 +71,20 @@ async def test_a_fleet_on_ray_survives_its_parts(cluster: Any, tmp_path: Path) -
         assert down.returncode == 0, down.stderr
         await fleet.until(lambda s: not actors())
         assert not fleet.records() and not actors()
+
+
+def test_the_page_is_followed_with_ray(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fleet in ten minutes, with one line more in its file."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    )
+    text, line = PAGE.read_text(), 'state_dir = "state"\n'
+    assert text.count(line) == 1
+    page = tmp_path / "fleet.md"
+    page.write_text(text.replace(line, f'{line}ray = "{cluster.address}"\n'))
+    follow_page(page, tmp_path, os.environ["PATH"], 240.0)
 
 
 async def test_what_no_node_has_is_named(cluster: Any, tmp_path: Path) -> None:
