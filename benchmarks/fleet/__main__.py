@@ -103,6 +103,10 @@ def roll() -> dict[str, Any]:
 
     async def run(fleet: Fleet) -> dict[str, Any]:
         await fleet.settled()
+        # the gateway learns what the replicas take
+        warm = Streams(fleet, _STREAMS, tokens=60)
+        async with warm.running():
+            await warm.parts(4000)
         before = Streams(fleet, _STREAMS, tokens=60)
         async with before.running():
             await before.parts(4000)

@@ -36,7 +36,7 @@ __all__ = ["compare"]
 
 _STREAMS: Final = 32
 _TOKENS: Final = 100
-_PARTS: Final = 6000
+_PARTS: Final = 3000
 _NULL: Final = ("--backend", "null", "--null-step-time", "0.02")
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _SERVE: Final = (b"ray::ServeReplica", b"ray::ProxyActor")
@@ -189,7 +189,9 @@ def compare() -> dict[str, Any]:
     """Return the figures of both. Raises Unavailable without Ray Serve."""
     if importlib.util.find_spec("ray") is None:
         raise Unavailable('Ray is not in this environment: pip install "ray[serve]"')
-    return {"ours": asyncio.run(_here()), "ray_serve": asyncio.run(_there())}
+    ours = asyncio.run(_here())
+    print(f"  ours: {ours}", file=sys.stderr, flush=True)
+    return {"ours": ours, "ray_serve": asyncio.run(_there())}
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def predicted_seconds(view: EngineView, demand: Demand) -> float:
 def choose(views: Sequence[EngineView], demand: Demand, draw: random.Random) -> int:
     """Choose an index into ``views``, which are not empty."""
     let_in = [i for i, v in enumerate(views) if v.share >= 1.0 or draw.random() < v.share]
-    if 0 < len(let_in) < len(views):
+    # an engine that starts, or is slow, is better than a wait where all others are full
+    if len(let_in) < len(views) and any(not views[i].wait for i in let_in):
         return let_in[choose([replace(views[i], share=1.0) for i in let_in], demand, draw)]
     among = _best_group(views, demand)
     seconds = {i: predicted_seconds(views[i], demand) for i in among}

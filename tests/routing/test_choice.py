@@ -208,3 +208,18 @@ def test_a_new_engine_is_expected_to_be_like_the_others_of_its_pool() -> None:
     other = EngineLoad("other")
     other.expect_like([EngineLoad("c")])
     assert other.view(DEMAND, 0.0).ttft == guess.ttft
+
+
+def test_an_engine_that_starts_is_used_where_the_others_are_full() -> None:
+    loads = [EngineLoad("full"), EngineLoad("starts")]
+    for load in loads:
+        load.heard(Pressure(0.0, waiting=0.0, running=0.0, kv=0.0, slots=4.0))
+    names = []
+    for seed in range(8):
+        views = [loads[0].view(DEMAND, 0.0), loads[1].view(DEMAND, 0.0, share=0.1)]
+        names.append(views[choose(views, DEMAND, random.Random(seed))].name)
+        if seed == 3:
+            # its slots are taken from now on
+            for _ in range(4):
+                loads[0].dispatch(DEMAND, loads[0].view(DEMAND, 0.0), 0.0)
+    assert names[:4].count("full") >= 3 and names[4:] == ["starts"] * 4
