@@ -2,9 +2,9 @@
 
 The load is counted in requests, and so is what a replica takes: its slots, or fewer where memory
 or the predicted wait for a first token is used up earlier. Requests come and go at random, so
-their number scatters by about its square root, however many replicas share them. A pool of room for
-``mean + 1.25 * sqrt(mean)`` requests therefore has a free slot for most of them at any size, where a
-fixed share of free slots is too little for a small pool and too much for a large one (the
+their number scatters by about its square root, however many replicas share them. A pool of room
+for ``mean + 1.25 * sqrt(mean)`` requests therefore has a free slot for most of them at any size,
+where a fixed share of free slots is too little for a small pool and too much for a large one (the
 square-root staffing rule of Halfin and Whitt, 1981).
 
 The mean is that of some minutes, so that it does not follow the scatter itself; a moment at which

@@ -66,11 +66,11 @@ class BegunStream(Response):
                 return
             if whole and message.get("body"):
                 # an answer that is no stream, as a refusal is
-                message = message | {"body": event(message["body"]) + DONE}
+                message = {**message, "body": event(message["body"]) + DONE}
             await send(message)
 
         # what writes past ``send`` would not know that the answer has begun
-        await answer(scope | {"extensions": {}}, receive, rest)
+        await answer({**scope, "extensions": {}}, receive, rest)
 
     async def _wait(self, send: Send) -> None:
         while True:
