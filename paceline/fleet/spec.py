@@ -119,7 +119,8 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def state_folder(self, path: Path) -> Path:
         """Return the folder of what runs; ``path``: of this file."""
         if self.fleet.state_dir:
-            return path.parent / Path(self.fleet.state_dir).expanduser()
+            # whole: actors of Ray have working folders of their own
+            return path.resolve().parent / Path(self.fleet.state_dir).expanduser()
         home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         whole = str(path.resolve())
         name = f"{path.stem}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"

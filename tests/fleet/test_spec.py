@@ -93,3 +93,11 @@ def test_which_replica_lacks_what(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_text(FLEET + POOL)
     assert main(["fleet", "status", str(file)]) == 2
     assert "no fleet of" in capsys.readouterr().err
+
+
+def test_a_folder_of_what_runs_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor of Ray has another working folder than who read the file."""
+    monkeypatch.chdir(tmp_path)
+    text = f'{FLEET}state_dir = "state"\n{POOL}'
+    found = parse_fleet(text.encode()).state_folder(Path("fleet.toml"))
+    assert found == tmp_path.resolve() / "state"
