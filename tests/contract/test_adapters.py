@@ -132,6 +132,24 @@ async def test_one_batch_serves_the_base_and_every_adapter(
             assert await say(http, name) == exact[name]
 
 
+async def test_a_step_in_which_no_row_has_an_adapter_is_one_of_a_model_without_any(
+    folder: Path, exact: dict[str, list[int]]
+) -> None:
+    async with serving(folder) as (http, client, _):
+        model = client._core._backend._runner.model  # type: ignore[attr-defined]
+        forward, named = model.forward, []
+
+        def note(ids: Any, positions: Any, batch: Any, *rest: Any, **more: Any) -> Any:
+            named.append(batch.adapters)
+            return forward(ids, positions, batch, *rest, **more)
+
+        model.forward = note
+        assert await say(http, "base") == exact["base"]
+        assert len(named) >= 12 and all(each is None for each in named)
+        assert await say(http, "a") == exact["a"]
+        assert named[-1] is not None
+
+
 async def test_every_api_answers_under_the_adapters_name(folder: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     async with serving(folder) as (http, client, _):
