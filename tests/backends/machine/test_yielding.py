@@ -25,8 +25,8 @@ def _class() -> int:
 
 def test_what_it_returns_and_raises_is_the_works() -> None:
     assert at_once(lambda: 3) == yielding(lambda: 3, is_crowded=lambda: False) == 3
-    with pytest.raises(KeyError, match="no"):
-        yielding(lambda: {}["no"], is_crowded=lambda: True)
+    with pytest.raises(ValueError, match="no number"):
+        yielding(lambda: int("no number"), is_crowded=lambda: True)
 
 
 @_needs_classes

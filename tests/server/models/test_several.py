@@ -445,7 +445,7 @@ async def test_a_fallback_answers_while_a_model_is_loaded_and_says_so() -> None:
             await _unloaded(pool, name)
             answer = await http.post("/v1/chat/completions?autoload=false", json=body)
             assert answer.status_code == (200 if name == "large" else 400)
-            assert large.state is State.UNLOADED
+            assert pool.states.models["large"].state is State.UNLOADED
 
 
 async def test_a_batch_line_names_its_model() -> None:
