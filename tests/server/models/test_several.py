@@ -350,12 +350,12 @@ async def test_a_caller_who_leaves_holds_no_model_and_waits_for_none() -> None:
         pool.give(held)
 
 
-def _slowly(pool: ModelPool, name: str, seconds: float = 0.3) -> None:
-    """Have a model's loads take ``seconds``."""
+def _slowly(pool: ModelPool, name: str, until: asyncio.Event | None = None) -> None:
+    """Have a model's loads take 0.3 s, or wait for an event."""
     start = pool._starts[name]
 
     async def slow(tokenizer: Tokenizer | None) -> EngineClient:
-        await asyncio.sleep(seconds)
+        await (asyncio.sleep(0.3) if until is None else until.wait())
         return await start(tokenizer)
 
     pool._starts = {**pool._starts, name: slow}
@@ -426,12 +426,14 @@ async def test_a_fallback_answers_while_a_model_is_loaded_and_says_so() -> None:
     async with _server() as (http, pool):
         large = pool.states.models["large"]
         large.spec = replace(large.spec, fallback="tiny")
-        _slowly(pool, "large", 0.1)
+        may_load = asyncio.Event()
+        _slowly(pool, "large", may_load)
         body = chat_body(model="large", max_tokens=4)
         answer = await http.post("/v1/chat/completions", json=body)
         assert answer.json()["model"] == "small" == answer.headers["x-paceline-model"]
         streamed = await http.post("/v1/chat/completions", json=body | {"stream": True})
         assert events(streamed.text)[0]["model"] == "small"
+        may_load.set()
         # ids are of one model
         ids = await http.post("/tokenize", json={"model": "large", "prompt": "x"})
         assert ids.json()["max_model_len"] == LENGTHS["large"]
