@@ -1,22 +1,26 @@
-"""Several models in one server: swaps, floods that take turns, and what a neighbour costs.
+"""Several models in one server: swaps, floods, promises, and what a neighbour costs.
 
 Method. ``paceline serve`` with two formats of one model, as two models, is asked over HTTP by
 callers that each wait for their answer. MODELS names them (default: smollm2-135m as int8 and q4;
 ``null`` needs none), COUNT the requests of a flood for each, FLAGS more flags of every server, such
-as ``--packed-cache 2GiB``. QUICK=1 takes fewer.
+as ``--packed-cache 2GiB``. QUICK=1 takes fewer. PARTS names what is measured, separated by commas:
 
-* ``swap_s``: a request for the model that is not in memory, room for one, until its answer of one
-  token, less that of a model in memory; median of the swaps.
-* ``resident_p99_ratio_while_loading``: p99 of such answers of a model in memory while the other is
-  loaded and unloaded all the time, over p99 without.
-* ``alternating_fraction``: both have a queue, room for one: requests a second over those if each
-  queue is served whole, with one swap between.
-* ``two_resident_fraction``: the same queues, both in memory and at once: the seconds of one after
-  the other over the seconds together.
-* ``one_model_cost``: requests a second of a server with ``--models-dir`` over those of plain
-  ``serve``, in turns.
-* ``tpot_within``: not measured here. ``evicted_in_use`` counts answers cut short in all of this,
-  ``errors_5xx`` answers of that class.
+* ``swaps``. ``swap_s``: a request for the model that is not in memory, room for one, until its
+  answer of one token, less that of a model in memory; median of the swaps, each a second after the
+  last, as a model stays for two of its loads. ``swap_at_once_s``: without that second.
+* ``alternating``. ``alternating_fraction``: both have a queue, room for one: requests a second over
+  those if each queue is served whole, with one swap between.
+* ``loads``. ``resident_p99_ratio_while_loading``: p99 of answers of one token of a model in memory
+  while the other is loaded and unloaded all the time, over p99 without, by turns.
+* ``resident``. ``two_resident_fraction``: the queues of ``alternating``, both in memory and at
+  once: the seconds of one after the other over the seconds together.
+* ``one``. ``one_model_cost``: requests a second of a server with ``--models-dir`` over those of
+  plain ``serve``, in turns; median of the pairs.
+* ``promises``. ``tpot_within``: share of the first model's answers within 100 ms a token while the
+  other, random weights in the shape of a model of 1.7B, gets prompts of 2,000 tokens without end.
+  ``large_seconds_ratio``: such a prompt's seconds over those without the first model's callers.
+
+``evicted_in_use`` counts answers cut short in all of this, ``errors_5xx`` answers of that class.
 
 The last line is JSON.
 """
@@ -26,6 +30,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import statistics
 import tempfile
 import threading
@@ -38,6 +43,8 @@ from typing import Any, Final
 
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
+from benchmarks.memory import write_quantised_model
+from benchmarks.peers.sizes import SHAPES
 from paceline.bench.machine import machine
 
 QUICK: Final = bool(os.environ.get("QUICK"))
@@ -47,7 +54,17 @@ FLAGS: Final = os.environ.get("FLAGS", "").split()
 TOKENS: Final = 32
 CALLERS: Final = 4
 SWAPS: Final = 4 if QUICK else 12
-PAIRS: Final = 1 if QUICK else 5
+LOADS: Final = 4 if QUICK else 40
+PAIRS: Final = 1 if QUICK else 20
+# seconds after which a model that was loaded may go, with room to spare
+RESTS: Final = 1.0
+# requests by turns of a model in memory, between loads of the other
+ALONE: Final = 20
+TPOT_MS: Final = 100
+PROMPT: Final = 2000
+# the shape of promises, and the tokens of its vocabulary that prompts are drawn from
+LARGE: Final = "1.7b"
+IDS: Final = 50_000
 
 
 class Callers:
@@ -57,16 +74,33 @@ class Callers:
         self.errors_5xx = self.cut_short = 0
         self._lock = threading.Lock()
 
-    def ask(self, server: PacelineServer, model: str | None, tokens: int = TOKENS) -> float:
+    def ask(
+        self,
+        server: PacelineServer,
+        model: str | None,
+        tokens: int = TOKENS,
+        prompt: str | list[int] = "Once upon a time",
+        **more: Any,
+    ) -> float:
         """Return the seconds of one answer."""
+        return self.read(server, model, tokens, prompt, more)[0]
+
+    def read(
+        self,
+        server: PacelineServer,
+        model: str | None,
+        tokens: int,
+        prompt: str | list[int],
+        more: dict[str, Any],
+    ) -> tuple[float, dict[str, Any]]:
+        """Return the seconds of one answer, and the answer."""
         body: dict[str, Any] = {
-            "prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True,
-            "temperature": 0,
+            "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, **more,
         }  # fmt: skip
         if model is not None:
             body["model"] = model
         began = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
         connection.request(
             "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
         )
@@ -80,7 +114,7 @@ class Callers:
         with self._lock:
             self.errors_5xx += answer.status >= 500
             self.cut_short += answer.status < 400 and made < tokens
-        return time.monotonic() - began
+        return time.monotonic() - began, read
 
     def flood(self, server: PacelineServer, models: list[str | None], count: int) -> float:
         """Have CALLERS for each model ask ``count`` times; return the seconds."""
@@ -115,46 +149,121 @@ def two(*flags: str) -> tuple[str, ...]:
     return (*(each for name, model in names for each in ("--model", f"{name}={model}")), *flags)
 
 
-def room_for_one(callers: Callers, log: Path) -> dict[str, float]:
-    """Return the swap's seconds, and the part of the rate that alternating floods reach."""
-    with serving(*two("--models-max", "1", "--memory", "4GiB"), log=log) as server:
+def swaps(callers: Callers, folder: Path) -> dict[str, float]:
+    """Return the seconds of a swap, of models that have rested and of those that have not."""
+    found: dict[str, list[float]] = {"swap_s": [], "swap_at_once_s": []}
+    with serving(*two("--models-max", "1", "--memory", "4GiB"), log=folder / "swaps") as server:
         warm = statistics.median(callers.ask(server, "a", 1) for _ in range(5))
-        swaps = [callers.ask(server, "ba"[n % 2], 1) - warm for n in range(SWAPS)]
-        callers.ask(server, "a", 1)
+        # the first loads of both are no swaps yet: files are read, and copies made
+        for name in "ba":
+            callers.ask(server, name, 1)
+        for rests, key in ((RESTS, "swap_s"), (0.0, "swap_at_once_s")):
+            for n in range(SWAPS):
+                time.sleep(rests)
+                found[key].append(callers.ask(server, "ba"[n % 2], 1) - warm)
+    return {key: statistics.median(seconds) for key, seconds in found.items()}
+
+
+def alternating(callers: Callers, folder: Path) -> dict[str, float]:
+    """Return the part of the rate that alternating floods reach, room for one."""
+    with serving(*two("--models-max", "1", "--memory", "4GiB"), log=folder / "floods") as server:
+        for name in "aba":
+            callers.ask(server, name, 1)
         whole = callers.flood(server, ["a"], COUNT)
         whole += callers.flood(server, ["b"], COUNT)
         callers.ask(server, "a", 1)
         both = callers.flood(server, ["a", "b"], COUNT)
-    return {"swap_s": statistics.median(swaps), "alternating_fraction": whole / both}
+    return {"alternating_fraction": whole / both}
 
 
-def both_resident(callers: Callers, log: Path) -> dict[str, float]:
-    """Return what two models in memory reach, and what a load costs the other."""
-    with serving(*two("--memory", "4GiB"), log=log) as server:
-        for name in ("a", "b"):
+def resident(callers: Callers, folder: Path) -> dict[str, float]:
+    """Return what two models in memory reach."""
+    with serving(*two("--memory", "4GiB"), log=folder / "resident") as server:
+        for name in "ab":
             callers.ask(server, name)
         apart = callers.flood(server, ["a"], COUNT) + callers.flood(server, ["b"], COUNT)
         together = callers.flood(server, ["a", "b"], COUNT)
-        alone = [callers.ask(server, "a", 1) for _ in range(10 * COUNT)]
-        done = threading.Event()
-        beside: list[float] = []
+    return {"two_resident_fraction": apart / together}
 
-        def watch() -> None:
-            while not done.is_set():
-                beside.append(callers.ask(server, "a", 1))
 
-        def swap() -> None:
-            try:
-                for _ in range(SWAPS):
+def loads(callers: Callers, folder: Path) -> dict[str, float]:
+    """Return what loads of one model cost the other."""
+    alone: list[float] = []
+    beside: list[float] = []
+    with serving(*two("--memory", "4GiB"), log=folder / "loads") as server:
+        for name in "ab":
+            callers.ask(server, name)
+        for _ in range(LOADS):
+            # what starts after a load has time to end
+            time.sleep(RESTS)
+            alone += [callers.ask(server, "a", 1) for _ in range(ALONE)]
+            done = threading.Event()
+
+            def watch(done: threading.Event = done) -> None:
+                while not done.is_set():
+                    beside.append(callers.ask(server, "a", 1))
+
+            def swap(done: threading.Event = done) -> None:
+                try:
                     _post(server, "/models/unload")
                     _post(server, "/models/load")
+                finally:
+                    done.set()
+
+            _together([watch, swap])
+    ratio = percentile(beside, 0.99) / percentile(alone, 0.99)
+    print(
+        f"one token while loading: {len(beside)} answers, p50 {percentile(beside, 0.5):.4f} s, p99 "
+        f"{percentile(beside, 0.99):.4f} s; else {len(alone)}, {percentile(alone, 0.5):.4f} s, "
+        f"{percentile(alone, 0.99):.4f} s"
+    )
+    return {"resident_p99_ratio_while_loading": ratio}
+
+
+def _tpot(answer: dict[str, Any]) -> float:
+    """Return the seconds a token after the first."""
+    timings = answer["timings"]
+    return float(timings["predicted_ms"]) / 1000 / max(1, int(timings["predicted_n"]) - 1)
+
+
+def promises(callers: Callers, folder: Path) -> dict[str, float]:
+    """Return the share of promises that a small model keeps next to prompts of a large one."""
+    large = folder / "large.gguf"
+    write_quantised_model(large, SHAPES[LARGE])
+    draw = random.Random(0)
+    within: list[bool] = []
+
+    def prompt() -> float:
+        ids = [draw.randrange(IDS) for _ in range(PROMPT)]
+        return callers.ask(server, "large", 1, ids)
+
+    flags = ("--model", f"a={MODELS[0]}", "--model", f"large={large}", "--memory", "8GiB")
+    with serving(*flags, log=folder / "promises") as server:
+        callers.ask(server, "a")
+        alone = statistics.median(prompt() for _ in range(1 if QUICK else 3))
+        done = threading.Event()
+
+        def small() -> None:
+            while not done.is_set():
+                _, answer = callers.read(
+                    server, "a", 48, "Once upon a time",
+                    {"slo": {"tpot_ms": TPOT_MS}, "timings_per_token": True},
+                )  # fmt: skip
+                within.append(_tpot(answer) <= TPOT_MS / 1000)
+
+        together: list[float] = []
+
+        def others() -> None:
+            try:
+                together.extend(prompt() for _ in range(1 if QUICK else 5))
             finally:
                 done.set()
 
-        _together([watch, swap])
+        _together([small, small, others])
+    print(f"promises: {len(within)} answers; a prompt takes {alone:.1f} s alone")
     return {
-        "two_resident_fraction": apart / together,
-        "resident_p99_ratio_while_loading": percentile(beside, 0.99) / percentile(alone, 0.99),
+        "tpot_within": sum(within) / len(within),
+        "large_seconds_ratio": statistics.median(together) / alone,
     }
 
 
@@ -169,8 +278,12 @@ def _post(server: PacelineServer, path: str) -> None:
         raise RuntimeError(f"{path}: {answer.status}: {read!r}")
 
 
-def one_model(callers: Callers, folder: Path, log: Path) -> dict[str, float]:
+def one(callers: Callers, folder: Path) -> dict[str, float]:
     """Return the rate of a server of one model in a folder over that of plain ``serve``."""
+    (folder / "models").mkdir()
+    # a file that cannot be read is listed, and stops nothing
+    (folder / "models" / "broken.gguf").write_bytes(b"GGUF")
+    log = folder / "one"
     model, *options = MODELS[0].split(",")
     flags = [f"--{option}" for option in options]
     plain: tuple[str, ...]
@@ -178,7 +291,7 @@ def one_model(callers: Callers, folder: Path, log: Path) -> dict[str, float]:
     if model == "null":
         plain, several = ("--backend", "null"), ("--model", "a=null")
     else:
-        plain, several = (model,), ("--model", f"a={model}", "--models-dir", str(folder))
+        plain, several = (model,), ("--model", f"a={model}", "--models-dir", str(folder / "models"))
     ratios = []
     with (
         serving(*plain, *flags, log=log.with_suffix(".plain")) as one,
@@ -186,23 +299,26 @@ def one_model(callers: Callers, folder: Path, log: Path) -> dict[str, float]:
     ):
         for server in (one, other):
             callers.flood(server, [None], CALLERS)
-        for _ in range(PAIRS):
-            seconds = callers.flood(one, [None], COUNT)
-            ratios.append(seconds / callers.flood(other, [None], COUNT))
+        for n in range(PAIRS):
+            seconds = {}
+            for server in (one, other) if n % 2 else (other, one):
+                seconds[server is one] = callers.flood(server, [None], COUNT)
+            ratios.append(seconds[True] / seconds[False])
+    quarter = sorted(ratios)[len(ratios) // 4], sorted(ratios)[-1 - len(ratios) // 4]
+    print(f"one model: {len(ratios)} pairs, the middle half {quarter[0]:.3f} to {quarter[1]:.3f}")
     return {"one_model_cost": statistics.median(ratios)}
+
+
+ALL: Final = {each.__name__: each for each in (swaps, alternating, loads, resident, one, promises)}
+PARTS: Final = tuple(os.environ.get("PARTS", ",".join(ALL)).split(","))
 
 
 def main() -> None:
     callers = Callers()
     results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "models").mkdir()
-        # a file that cannot be read is listed, and stops nothing
-        (folder / "models" / "broken.gguf").write_bytes(b"GGUF")
-        for part in (room_for_one, both_resident):
-            results |= part(callers, folder / f"{part.__name__}.log")
-        results |= one_model(callers, folder / "models", folder / "one.log")
+        for part in PARTS:
+            results |= ALL[part](callers, Path(name))
     results |= {"evicted_in_use": callers.cut_short, "errors_5xx": callers.errors_5xx}
     print(f"models: {' and '.join(MODELS)}; {COUNT} requests of {TOKENS} tokens for each")
     for key, value in results.items():
