@@ -37,11 +37,10 @@ from paceline.quantize.layers import LayerRounding, RoundedTensor
 from paceline.quantize.mixed import allocate, check_size, group_of, losses, share_of
 from paceline.quantize.output import GGUFOutput, bytes_of, matrices_of, refuse_few_bits
 from paceline.quantize.source import GGUFSource, Source
+from paceline.quantize.version import VERSION
 
 __all__ = ["Progress", "Quantized", "quantize"]
 
-# raised when a part of an earlier run would no longer be what this code makes
-_VERSION: Final = 3
 # what the parts of a run depend on, in their folder
 _JOB: Final = "job.json"
 
@@ -169,7 +168,7 @@ def _job(
     """Return what the parts of a run depend on."""
     files = [(path.resolve(), path.stat()) for path in source.files()]
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "source": [[str(path), about.st_size, about.st_mtime_ns] for path, about in files],
         "kind": kind.name,
         "size": size,

@@ -152,17 +152,17 @@ class PackedCopies:
             return
         _log.info("packed_copy=%s written: %d MiB", path, size >> 20)
 
-    def few_bits(self) -> Path:
-        """Return where a model's four bits are kept, once they are made."""
-        return self.folder / f"{self._key({'few_bits': True})}{_FEW_BITS}"
+    def few_bits(self, version: int) -> Path:
+        """Return where a model's four bits are kept, once a version of what makes them has."""
+        return self.folder / f"{self._key({'few_bits': version})}{_FEW_BITS}"
 
-    def make_room(self, size: int) -> str:
-        """Make the folder, remove copies until ``size`` fits next to the others, and return why it
-        does not; empty: it does."""
+    def make_room(self, size: int, path: Path) -> str:
+        """Make the folder, remove copies until ``size`` at ``path``, see ``few_bits``, fits next to
+        the others, and return why it does not; empty: it does."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with _locked(self.folder):
-                self._make_room(size, self.few_bits())
+                self._make_room(size, path)
         except OSError as error:
             return f"{self.folder} has no room for four bits: {error.strerror}"
         return ""

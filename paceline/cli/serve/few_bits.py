@@ -29,6 +29,7 @@ from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.open import OpenedEncoder, open_model
 from paceline.cli.flags.settings import EngineSettings
 from paceline.errors import ConfigError
+from paceline.quantize.version import VERSION
 
 __all__ = ["FewBits", "Making", "end_with_server", "few_bits"]
 
@@ -158,7 +159,8 @@ def few_bits(settings: EngineSettings, *, makes: bool = True) -> FewBits:
     copies = PackedCopies(
         default_cache_dir() / "packed", load.packed_cache_bytes, fingerprint(Path(path))
     )
-    target = copies.few_bits()
+    # what an older version made is not served: it knew the model less well
+    target = copies.few_bits(VERSION)
     name = Path(path).name
     if target.exists():
         with contextlib.suppress(OSError):
@@ -200,4 +202,4 @@ def _why_not(checkpoint: Checkpoint, copies: PackedCopies) -> str:
             return str(error)
     # at most 8.5 bits of 16, and as much for what is done until the file is whole
     size = sum(path.stat().st_size for path in weight_files(checkpoint.path))
-    return copies.make_room(size * 17 // 16)
+    return copies.make_room(size * 17 // 16, copies.few_bits(VERSION))

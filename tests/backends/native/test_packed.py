@@ -134,7 +134,8 @@ def test_what_others_write_is_counted(
 def test_four_bits_that_are_not_done_count(copies: PackedCopies) -> None:
     folder = copies.folder / "other.q4.gguf.parts"
     unfinished = folder.with_suffix(".partial")
-    own = copies.few_bits().with_name(f"{copies.few_bits().name}.parts")
+    target = copies.few_bits(1)
+    own = target.with_name(f"{target.name}.parts")
     for parts in (folder, own):
         parts.mkdir(parents=True)
         (parts / "layer-0.npz").write_bytes(bytes(6000))
@@ -143,12 +144,12 @@ def test_four_bits_that_are_not_done_count(copies: PackedCopies) -> None:
     handle = os.open(folder, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     # its process runs, however long ago a layer was done
-    assert "do not fit" in copies.make_room(5000) and folder.exists()
-    assert copies.make_room(3000) == ""
+    assert "do not fit" in copies.make_room(5000, target) and folder.exists()
+    assert copies.make_room(3000, target) == ""
     os.close(handle)
     # the process was killed, and nothing went on with it
-    assert copies.make_room(3000) == "" and folder.exists()
-    assert copies.make_room(5000) == ""
+    assert copies.make_room(3000, target) == "" and folder.exists()
+    assert copies.make_room(5000, target) == ""
     assert not folder.exists() and not unfinished.exists() and own.exists()
 
 

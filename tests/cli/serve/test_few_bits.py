@@ -18,6 +18,7 @@ from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.serve import few_bits as module
 from paceline.cli.serve.few_bits import FewBits, Making, few_bits
 from paceline.cli.wiring import _keeper_maker, build_backend
+from paceline.quantize.version import VERSION
 from tests.backends.torch.models import save_model
 from tests.checkpoints.builders import llama_tensors, write_gguf
 
@@ -39,7 +40,7 @@ def served(model: Path, **values: object) -> EngineSettings:
 
 def kept(model: Path) -> Path:
     folder = Path(str(model.parent / "cache")) / "packed"
-    return PackedCopies(folder, 1 << 30, fingerprint(model)).few_bits()
+    return PackedCopies(folder, 1 << 30, fingerprint(model)).few_bits(VERSION)
 
 
 def test_int8_is_served_while_they_are_made_and_then_they_are(model: Path) -> None:
@@ -58,6 +59,18 @@ def test_int8_is_served_while_they_are_made_and_then_they_are(model: Path) -> No
     second = few_bits(served(model))
     assert second.settings == replace(served(model), weights_path=str(target))
     assert str(target) in second.said and second.making.command == ()
+
+
+def test_what_an_older_version_made_is_made_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = kept(model)
+    older.parent.mkdir(parents=True)
+    older.write_bytes(b"four bits")
+    monkeypatch.setattr(module, "VERSION", VERSION + 1)
+    plan = few_bits(served(model))
+    assert plan.settings.weights_path is None and plan.said.startswith("int8 for now")
+    assert str(older) not in plan.making.command
 
 
 @pytest.mark.parametrize(

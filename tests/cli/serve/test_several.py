@@ -20,6 +20,7 @@ from paceline.cli.flags.options import chosen_model
 from paceline.cli.main import build_parser
 from paceline.cli.serve.several import prepare
 from paceline.errors import ConfigError
+from paceline.quantize.version import VERSION
 from tests.checkpoints.builders import llama_tensors, write_gguf
 from tests.cli.servers import start_server
 from tests.server.helpers import chat_body, metric
@@ -187,7 +188,8 @@ def test_four_bits_that_were_made_are_served_and_none_are_made(
     assert several.settings["x"].load.dtype == "q4"
     assert several.settings["x"].weights_path is None
     assert f"quantize {model} -o" in caplog.text
-    target = PackedCopies(tmp_path / "cache" / "packed", 1 << 30, fingerprint(model)).few_bits()
+    copies = PackedCopies(tmp_path / "cache" / "packed", 1 << 30, fingerprint(model))
+    target = copies.few_bits(VERSION)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(b"four bits")
     several = _prepared(tmp_path, *given)
