@@ -167,7 +167,7 @@ def judged(
 def show(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a table of ``judged`` by format."""
     print(f"\n{'chat':18}{'questions':>9}{'KL':>9}{'top-1':>8}{'first':>8}{'loops':>22}"
-          f"{'float32':>9}{'chance':>8}")  # fmt: skip
+          f"{'float32':>22}{'chance':>8}")  # fmt: skip
     for name, result in results.items():
         for label, part in ((name, result), ("  held back", result["held"])):
             if part is None:
@@ -181,12 +181,12 @@ def show(results: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _loops_text(part: Mapping[str, Any]) -> str:
     if part["loops"] is None:
-        return f"{'not counted':>22}{'-':>9}{'-':>8}"
-    middle, low, high = part["loops"]
-    return (
-        f"{f'{middle:.1%} ({low:.1%}-{high:.1%})':>22}{part['float32_loops'][0]:>9.1%}"
-        f"{part['chance']:>8.3f}"
+        return f"{'not counted':>22}{'-':>22}{'-':>8}"
+    found, known = (
+        f"{middle:.1%} ({low:.1%}-{high:.1%})"
+        for middle, low, high in (part["loops"], part["float32_loops"])
     )
+    return f"{found:>22}{known:>22}{part['chance']:>8.3f}"
 
 
 def _chance(found: Sequence[bool], reference: Sequence[bool]) -> float:

@@ -3,8 +3,8 @@
 It is in no package registry, so IK_LLAMA names the folder; its commit is printed with the results.
 Weights are repacked as they are loaded (``-rtr``), which its fast kernels are made for. A job's
 seconds are those that the benchmark takes for prompts and steps of as many tokens, without loading;
-like llama.cpp's it decodes tokens that no sampling chose. It gives no logits and shares no
-prefixes.
+like llama.cpp's it decodes tokens that no sampling chose. Its logits come from a program of our own
+(``ik_logits.cpp``), built against its library. It shares no prefixes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.common.setup import Places, run_step
 from benchmarks.peers.jobs import Done, Job, serve
@@ -24,6 +27,8 @@ from benchmarks.peers.llama_cpp import cpu_flags
 __all__ = ["IkLlama"]
 
 _TARGETS: Final = ("llama-batched-bench", "llama-quantize", "llama-server")
+_EXTENSIONS: Final = ("avx512cd", "avx512dq", "avx512vl")
+_PROGRAM: Final = Path(__file__).with_name("ik_logits.cpp")
 _BATCH: Final = 2048
 _SLOTS: Final = 16
 _SLOT_TOKENS: Final = 2048
@@ -48,7 +53,7 @@ class IkLlama:
             if shutil.which(tool) is None:
                 raise Unavailable(f"building it takes {tool}, which is not installed")
         log = self._folder / "setup.log"
-        flags = cpu_flags(Path("/proc/cpuinfo").read_text(), self._level)
+        flags = _flags(Path("/proc/cpuinfo").read_text(), self._level)
         # what has not changed is not built again
         run_step(
             ["cmake", "-S", self._source, "-B", self._build_folder, "-DCMAKE_BUILD_TYPE=Release",
@@ -67,6 +72,32 @@ class IkLlama:
                     log=log,
                 )  # fmt: skip
                 partial.rename(target)
+
+        self._build_logits(log)
+
+    def _build_logits(self, log: Path) -> None:
+        """Build the program that writes logits, against the library that is built by now."""
+        found = {path.parent for path in self._build_folder.rglob("lib*.so")}
+        libraries = [f"-L{folder}" for folder in found] + [f"-Wl,-rpath,{f}" for f in found]
+        headers = [self._source / "include", self._source / "ggml" / "include"]
+        run_step(
+            ["c++", "-O1", "-std=c++17", *(f"-I{folder}" for folder in headers), _PROGRAM,
+             "-o", self._program("paceline-logits"), *libraries, "-lllama", "-lggml"],
+            log=log,
+        )  # fmt: skip
+
+    def variant_logits(self, variant: str, windows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the logits of a variant's file; see ``quality.GivesLogits``."""
+        texts, found = self._folder / "windows.bin", self._folder / "logits.bin"
+        windows.astype(np.int32).tofile(texts)
+        numbers = (len(self._places.cpus), *windows.shape)
+        run_step(
+            [self._program("paceline-logits"), self._file(variant), *map(str, numbers), texts,
+             found],
+            log=self._folder / "setup.log",
+        )  # fmt: skip
+        logits = np.memmap(found, dtype=np.float32, mode="r")
+        return logits.reshape(windows.size, -1)
 
     def _program(self, name: str) -> Path:
         return self._build_folder / "bin" / name
@@ -89,6 +120,16 @@ class IkLlama:
              "--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads,
              "-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_TOKENS)),
         )  # fmt: skip
+
+
+def _flags(cpuinfo: str, level: Level | None) -> list[str]:
+    """Return CMake options, see ``cpu_flags``. Its own for AVX-512 leaves out extensions that its
+    source takes for granted then: without them it does not compile."""
+    flags = cpu_flags(cpuinfo, level)
+    if "-DGGML_AVX512=ON" in flags:
+        more = " ".join(f"-m{name}" for name in _EXTENSIONS if f" {name}" in cpuinfo)
+        flags += [f"-DCMAKE_{language}_FLAGS={more}" for language in ("C", "CXX")]
+    return flags
 
 
 class _Bench:

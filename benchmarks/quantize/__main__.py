@@ -10,7 +10,8 @@ cache in int8), is compared with the twin in float32 on three texts that have no
 * ``calibration``: the text that the weights were rounded on, for how much it was learned by heart;
 
 and on chat, by the gate of ``benchmarks/common/chat_gate.py``: all questions, and the half that is
-held back. ``published`` there is the default model as it is published, in four bits that are kept.
+held back. ``published`` there is the default model as it is published, in four bits that are kept,
+and ``int8`` is the twin served in eight.
 
 llama.cpp, built from the source that benchmarks/peers takes, reads the file of four bits: its
 logits are compared with float32 of the same file. ``llama.cpp`` among the formats is what its own
@@ -25,7 +26,8 @@ command's peak on one layer of random weights in the shape of a model of 1.7B.
 and maximum while loading. No setting of the command was chosen by ``gate``, ``third`` or the
 questions.
 
-The last line is JSON. PARTS=texts,killed,memory,peer,chat chooses; QUICK=1: the gate's text alone.
+The last line is JSON. PARTS=texts,killed,memory,peer,chat chooses; QUICK=1: the gate's text alone;
+KINDS=q4 leaves mixed bits out.
 FOLDER=PATH keeps the files there, and does not make those again that an earlier run left. TOKENS=16
 ends answers on chat where distributions are compared no further: minutes instead of a quarter of an
 hour, but loops are not counted, so no format passes. PACELINE_ISA=avx2 takes another level of the
@@ -81,6 +83,9 @@ QUICK: Final = bool(os.environ.get("QUICK"))
 TOKENS: Final = int(os.environ.get("TOKENS") or LOOP_TOKENS)
 ALL_PARTS: Final = ("texts", "killed", "memory", "peer", "chat")
 PARTS: Final = (os.environ.get("PARTS") or ("texts" if QUICK else ",".join(ALL_PARTS))).split(",")
+# options of the command by kind of file
+ALL_KINDS: Final = {"q4": (), "mixed": ("--bits", "mixed")}
+KINDS: Final = (os.environ.get("KINDS") or ",".join(ALL_KINDS)).split(",")
 SHAPE: Final = (WINDOWS, WINDOW)
 
 
@@ -186,12 +191,16 @@ def chat(
     """Return the chat gate's figures by format, and print them."""
     threads = choose_threads(None)
     found: dict[str, dict[str, Any]] = {}
-    for source, others, limits in (
-        (twin, formats, ROUNDED),
-        (published, {"published": (published, "q4/int8")}, KEPT),
+    eight = {"int8": (twin, "int8/int8")}
+    for source, others in (
+        (twin, formats | eight),
+        (published, {"published": (published, "q4/int8")}),
     ):
         read = read_chat(source, others, QUESTIONS, threads, tokens=TOKENS)
-        judgements = {name: judged(answers, limits, TOKENS) for name, answers in read.items()}
+        judgements = {
+            name: judged(answers, ROUNDED if name in formats else KEPT, TOKENS)
+            for name, answers in read.items()
+        }
         show(judgements)
         found |= judgements
     return found
@@ -207,6 +216,9 @@ def main() -> int:
         return 2
     if unknown := set(PARTS) - set(ALL_PARTS):
         print(f"PARTS has {', '.join(unknown)}, must be of {', '.join(ALL_PARTS)}", file=sys.stderr)
+        return 2
+    if "q4" not in KINDS or set(KINDS) - set(ALL_KINDS):
+        print(f"KINDS={','.join(KINDS)} must be q4 or {','.join(ALL_KINDS)}", file=sys.stderr)
         return 2
     unmeasured, about = Unmeasured(), machine()
     print(f"{about['cpu']}, {about['cores']} cores, level {about['level']}", flush=True)
@@ -233,9 +245,9 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
         texts["calibration"] = own[:: len(own) // count][:count].reshape(SHAPE)
     formats = {"rtn": (twin, "q4/int8")}
     results: dict[str, Any] = {}
-    for name, options in (("q4", ()), ("mixed", ("--bits", "mixed"))):
+    for name in KINDS:
         target = folder / f"twin-{name}.gguf"
-        run = quantized(twin, target, *options)
+        run = quantized(twin, target, *ALL_KINDS[name])
         results |= run if name == "q4" else {f"{name}_run": run}
         formats[name] = (target, f"{OWN_BITS}/int8")
         print(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import Places
-from benchmarks.peers.ik_llama import IkLlama, _Bench, seconds_of
+from benchmarks.peers.ik_llama import IkLlama, _Bench, _flags, seconds_of
 from benchmarks.peers.jobs import Job
 from benchmarks.peers.levels import LEVELS
+from benchmarks.peers.quality import GivesLogits
 
 TABLE = """\
 |    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
@@ -53,3 +55,27 @@ def test_the_published_file_is_read_as_it_is(places: Places) -> None:
     assert "build-avx2" in by_variant["Q4_0"][3] and "-rtr" in peer.server(80).argv
     with pytest.raises(Unavailable, match="IK_LLAMA=source is no folder with its source"):
         peer.setup()
+
+
+def test_logits_are_those_that_its_program_writes(places: Places) -> None:
+    peer = IkLlama(places, Path("source"))
+    program = places.folder(peer.name) / "build" / "bin" / "paceline-logits"
+    program.parent.mkdir(parents=True)
+    # of a vocabulary of two: each token, and the number of threads
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom array import array\n"
+        "model, threads, windows, length, tokens, out = sys.argv[1:]\n"
+        "found = array('i')\n"
+        "found.fromfile(open(tokens, 'rb'), int(windows) * int(length))\n"
+        "array('f', [x for t in found for x in (t, int(threads))]).tofile(open(out, 'wb'))\n"
+    )
+    program.chmod(0o755)
+    logits = peer.variant_logits("Q4_1", np.arange(6).reshape(2, 3))
+    assert isinstance(peer, GivesLogits)
+    assert logits.tolist() == [[float(token), 2.0] for token in range(6)]
+
+
+def test_all_of_avx512_that_its_source_needs_is_asked_for() -> None:
+    cpuinfo = "flags\t: avx2 avx512f avx512dq avx512bw avx512vl\n"
+    assert "-DCMAKE_CXX_FLAGS=-mavx512dq -mavx512vl" in _flags(cpuinfo, None)
+    assert not any("CMAKE" in flag for flag in _flags(cpuinfo, LEVELS["avx2"]))
