@@ -92,3 +92,46 @@ def test_an_adapter_is_as_merged_weights(name: str, path: str, tmp_path: Path) -
         chosen = [int(row.argmax()) for row in rows]
         assert chosen[0] == chosen[1]
         rows = ours.feed(chosen[:1])[0], wanted.feed(chosen[1:])[0]
+
+
+# of transformers, for what peft calls
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("path", ["torch", "native"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"},
+        {"r": 8, "lora_alpha": 4, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+        {
+            "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj"],
+            "rank_pattern": {"v_proj": 6}, "alpha_pattern": {"layers.1.self_attn.o_proj": 3},
+        },
+    ],
+    ids=["all", "rslora", "patterns"],
+)  # fmt: skip
+def test_an_adapter_is_as_peft_computes_it(
+    fields: dict[str, Any], path: str, tmp_path: Path
+) -> None:
+    """What peft saves is read, and means what peft computes with it."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    import torch
+    import transformers
+
+    if path == "native" and (reason := unavailable_reason()) is not None:
+        pytest.skip(reason)
+    save_model(tmp_path / "base", "llama")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **fields)).eval()
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if "lora_" in name:
+                values.normal_(0, 0.2)
+        exact = model(torch.tensor([PROMPT])).logits[0].double().numpy()
+    model.save_pretrained(tmp_path / "adapter")
+    checkpoint = open_checkpoint(tmp_path / "base")
+    values = open_adapter(tmp_path / "adapter", checkpoint.config).read()
+    got = Sequence(checkpoint, path, values).feed(PROMPT)
+    largest = np.abs(exact).max()
+    assert np.abs(got - exact).max() < 1e-5 * max(1.0, largest)
+    assert np.abs(got - Sequence(checkpoint, path).feed(PROMPT)).max() > 1e-2 * largest

@@ -66,7 +66,8 @@ def test_scales_follow_the_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [{"exclude_modules": ["lm_head"]}, {"layers_to_transform": [0]}, {"layers_pattern": "layers"},
-     {"target_modules": "all-linear"}, {"init_lora_weights": "gaussian"}],
+     {"target_modules": "all-linear"}, {"init_lora_weights": "gaussian"},
+     {"qalora_group_size": 16}],
 )  # fmt: skip
 def test_tensors_decide_and_these_fields_do_not(tmp_path: Path, fields: dict[str, Any]) -> None:
     plain = open_adapter(write_peft(tmp_path / "a", PAIRS), CONFIG).read()

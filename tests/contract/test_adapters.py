@@ -262,7 +262,7 @@ async def test_a_grammar_holds_what_every_adapter_says(
     """Masks are of the request's grammar and logits of its adapter, in one batch."""
     # grammars are compiled for the model's own tokenizer, and this model has none
     monkeypatch.setattr(wiring, "build_tokenizer", lambda _: ByteTokenizer())
-    fields = {"structured_outputs": {"regex": "[a-z]{12}"}, "ignore_eos": False}
+    fields: dict[str, Any] = {"structured_outputs": {"regex": "[a-z]{12}"}, "ignore_eos": False}
     wanted = {}
     for name in ("base", *NAMES):
         async with serving(folder, name) as (http, _, _):

@@ -49,6 +49,8 @@ _READ: Final = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pa
     "task_type", "inference_mode", "revision", "auto_mapping", "lora_dropout", "peft_version",
     "megatron_config", "megatron_core", "runtime_config", "loftq_config", "eva_config",
     "corda_config", "bias", "lora_bias", "ensure_weight_tying",
+    # of use_qalora, which is refused; peft saves it with every adapter
+    "qalora_group_size",
 }  # fmt: skip
 # ways to begin training that leave the base model as it is; with others, such as pissa, the saved
 # adapter is relative to a changed one
