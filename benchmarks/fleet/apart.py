@@ -2,13 +2,15 @@
 
     python -m benchmarks.fleet.apart
 
-Method. SmolLM2-135M, prompts of ``PROMPT`` (1,024) random tokens, ``OUTPUT`` (128) tokens of
-output, arrivals at random. A replica on one core is recorded under a load with both targets; the
+Method. SmolLM2-135M, prompts of ``PROMPT`` (512) random tokens, ``OUTPUT`` (64) tokens of
+output, arrivals at random. A replica on one core is recorded under a load, without drafts; the
 recording's step times drive the simulator, with the gateway's own decision. For each target it
 finds the highest rate of either way at which 90 % of the requests are within both limits. The live
-rate is the geometric mean of the two: the simulated winner meets it and the loser does not. Then
-both ways run live behind a gateway, ``PD_SECONDS`` (40) each, at each target: each replica's
-processes may use one core, which they share with the gateway and this client.
+rate is the geometric mean of the two: the simulated winner meets it and the loser does not.
+The targets are multiples of what the recording says: 2 or 15 steps of one sequence for a token, and
+5 prompts for the first one. Then both ways run live behind a gateway, ``PD_SECONDS`` (40) each, at
+each target: each replica's processes may use one core, which they share with the gateway and this
+client.
 
 ``ratio`` is requests within both targets, apart over together: ``simulated`` at that rate, and
 ``live``. ``same_sign``: both are above 1, or both are not. ``handed`` counts live hand-overs.
@@ -35,16 +37,18 @@ from benchmarks.common.server import PacelineServer, ReadyServer
 from benchmarks.fleet.blocks import model_flags, prompt
 from paceline.bench.machine import machine
 from paceline.sim.plan.apart import ApartLoad, best_ways, pool_of, run_way
+from paceline.sim.plan.split import decode_step, prompt_step
 from paceline.sim.simulator import KVTransfer, Pool
 from paceline.sim.step_times.spec import Source, open_step_times
 
 __all__ = ["apart"]
 
-PROMPT: Final = int(os.environ.get("PROMPT", "1024"))
-OUTPUT: Final = int(os.environ.get("OUTPUT", "128"))
+PROMPT: Final = int(os.environ.get("PROMPT", "512"))
+OUTPUT: Final = int(os.environ.get("OUTPUT", "64"))
 SECONDS: Final = float(os.environ.get("PD_SECONDS", "40"))
-# (TTFT, TPOT) in seconds
-TARGETS: Final = {"tight": (2.5, 0.010), "loose": (2.5, 0.060)}
+# targets of a token, in steps of one sequence, and of the first one, in prompts
+TARGETS: Final = {"tight": 2.0, "loose": 15.0}
+_TTFT: Final = 5.0
 # int8 keys and values of the 135M, and a loopback's rate
 _KV_BYTES: Final = 12_240.0
 _LOOPBACK: Final = 2.5e9
@@ -107,7 +111,12 @@ async def _load(port: int, rate: float, ttft: float, tpot: float, seed: int) -> 
 
 def _server(folder: Path, name: str, core: int, *flags: str) -> PacelineServer:
     return PacelineServer(
-        *model_flags(), *flags, log=folder / f"{name}.log", around=("taskset", "-c", str(core))
+        *model_flags(),
+        "--speculative-config",
+        '{"method": "off"}',
+        *flags,
+        log=folder / f"{name}.log",
+        around=("taskset", "-c", str(core)),
     )
 
 
@@ -118,9 +127,10 @@ def _record(folder: Path, core: int) -> Source:
 
         async def drive() -> None:
             draw = random.Random(7)
-            for number in range(3):
-                ttft, tpot = TARGETS["tight" if number == 1 else "loose"]
-                waves = [_one(server.port, prompt(draw, PROMPT), ttft, tpot) for _ in range(4)]
+            for number in range(4):
+                waves = [
+                    _one(server.port, prompt(draw, PROMPT), 60.0, 1.0) for _ in range(2**number)
+                ]
                 await asyncio.gather(*waves)
 
         asyncio.run(drive())
@@ -163,6 +173,15 @@ async def _handed(port: int) -> dict[str, int]:
     return counts
 
 
+def _seconds(source: Source) -> tuple[float, float]:
+    """Return the recorded seconds of a step of one sequence, and of a prompt alone."""
+    assert source.config is not None, "it is recorded"
+    times = source.another(0).times
+    chunk = min(PROMPT, source.config.scheduler.max_num_batched_tokens)
+    whole = times.seconds(prompt_step(0, chunk)) * PROMPT / chunk
+    return times.seconds(decode_step(1, PROMPT + OUTPUT // 2)), whole
+
+
 def _simulated(source: Source) -> dict[str, dict[str, Any]]:
     """Return for each target the rate to try, and how many requests are within it both ways."""
     recorded = source.config
@@ -176,10 +195,12 @@ def _simulated(source: Source) -> dict[str, dict[str, Any]]:
         )
 
     told: dict[str, dict[str, Any]] = {}
-    for name, (ttft, tpot) in TARGETS.items():
+    step, whole = _seconds(source)
+    for name, steps in TARGETS.items():
+        ttft, tpot = _TTFT * whole, steps * step
         load = ApartLoad(PROMPT, OUTPUT, ttft, tpot, seed=3)
-        together, split = best_ways(make, load, 2, guess=1.5)
-        low = 0.1
+        together, split = best_ways(make, load, 2, guess=1.0 / whole)
+        low = 0.05 / whole
         rate = (max(low, together.rate) * max(low, split.rate)) ** 0.5
         shares = {
             way.name: run_way(make(way.prompts, way.outputs), load, rate).attainment
@@ -187,6 +208,8 @@ def _simulated(source: Source) -> dict[str, dict[str, Any]]:
         }
         told[name] = {
             "rates": {"together": round(together.rate, 2), "apart": round(split.rate, 2)},
+            "ttft": round(ttft, 4),
+            "tpot": round(tpot, 5),
             "rate": round(rate, 2),
             "attainment": [round(share, 3) for share in shares.values()],
         }
@@ -208,8 +231,9 @@ def apart() -> dict[str, Any]:
             with _gateway(folder, *roles) as port:
                 # the gateway and the replicas learn what steps and prompts take
                 asyncio.run(_warm(port))
-                for target, (ttft, tpot) in TARGETS.items():
-                    found = asyncio.run(_load(port, simulated[target]["rate"], ttft, tpot, seed=5))
+                for target in TARGETS:
+                    ttft, tpot, rate = (simulated[target][k] for k in ("ttft", "tpot", "rate"))
+                    found = asyncio.run(_load(port, rate, ttft, tpot, seed=5))
                     live[target][way] = found
                     print(f"  pd {target} {way}: {found}", file=sys.stderr, flush=True)
                 results["handed"] = asyncio.run(_handed(port))
@@ -222,7 +246,7 @@ def apart() -> dict[str, Any]:
         }
         signs = {ratio > 1.0 for ratio in ratios.values()}
         results[target] = {
-            "ttft": TARGETS[target][0], "tpot": TARGETS[target][1], "ratio": ratios,
+            "ratio": ratios,
             "same_sign": len(signs) == 1, "rate": simulated[target]["rate"],
             "simulated": simulated[target], "live": live[target],
         }  # fmt: skip
