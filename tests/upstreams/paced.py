@@ -148,13 +148,14 @@ async def _targets(server: Server) -> str:
 
 async def _commands_of_page(server: Server) -> str:
     """The page's requests are answered."""
-    commands = _commands()[1].replace('"MODEL"', json.dumps(server.model))
+    commands = "".join(_commands()[1:]).replace('"MODEL"', json.dumps(server.model))
     commands = commands.replace("http://localhost:8000", str(server.client.base_url))
     shell = await asyncio.create_subprocess_shell(
         commands.replace("curl ", "curl -sS --fail-with-body "), stdout=asyncio.subprocess.PIPE
     )
     output, _ = await shell.communicate()
-    assert shell.returncode == 0 and b'"timeline"' in output and b'"accepted"' in output, output
+    told = f"ended with {shell.returncode}: {output[-250:]!r}"
+    assert shell.returncode == 0 and b'"timeline"' in output and b'"accepted"' in output, told
     return "as written"
 
 
@@ -222,19 +223,23 @@ async def _predicted(server: Server) -> str:
     assert told["accepted"] and told["predicted_ttft_ms"] > 0.0 and told["refused"] is None, told
     assert 1 <= told["prompt_tokens"] <= 10, told
     body = {"prompt": "Hello, my", "max_tokens": 200}
-    running = [asyncio.create_task(server.post("/v1/completions", body)) for _ in range(12)]
-    for _ in range(600):
-        if not (told := await _foretold(server))["accepted"]:
-            break
-        await asyncio.sleep(0.1)
-    assert "wait already" in told["refused"]["message"], told
-    assert told["refused"]["retry_after"] > 0.0
-    before = await _values(server)
-    refused = [await server.post("/v1/completions", body) for _ in range(4)]
-    after = await _values(server)
+    # no more than run and wait: the engine's own door refuses none of them
+    full = 2 + _SETTINGS["max_num_waiting"]
+    running = [asyncio.create_task(server.post("/v1/completions", body)) for _ in range(full)]
+    try:
+        for _ in range(600):
+            if not (told := await _foretold(server))["accepted"]:
+                break
+            await asyncio.sleep(0.1)
+        assert not told["accepted"] and "wait already" in told["refused"]["message"], told
+        assert told["refused"]["retry_after"] > 0.0
+        before = await _values(server)
+        refused = [await server.post("/v1/completions", body) for _ in range(4)]
+        after = await _values(server)
+    finally:
+        for each in running:
+            each.cancel()
     assert after[_ERRORS] == before[_ERRORS], "vLLM saw a refused request"
-    for each in running:
-        each.cancel()
     assert [each.status_code for each in refused] == [429] * 4
     fate = await server.fate(refused[0])
     assert fate["refused"]["reason"] == "queue-full", fate
