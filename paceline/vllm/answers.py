@@ -34,6 +34,8 @@ _TRIES, _PAUSE = 5, 0.02
 _EARLY: Final = (
     b"event: response.created", b"event: response.in_progress", b"event: message_start",
 )  # fmt: skip
+# of a stream; vLLM 0.31 says no more than that of an error before the first token
+_ENDS: Final = (b"data: [DONE]", b"event: message_stop")
 # the part of a stream's last messages that has the usage of all of them
 _USAGE: Final = re.compile(rb'"usage":\s*\{')
 
@@ -111,7 +113,8 @@ class Answer:
 def _is_error(head: Message, message: Message) -> bool:
     """Whether an answer's first part may tell of the engine's refusal."""
     status, body = head["status"], message.get("body", b"")
-    return status >= 500 or (status == 200 and b'"error"' in body[:1024])
+    failed = b'"error"' in body[:1024] or body.startswith(_ENDS)
+    return status >= 500 or (status == 200 and failed)
 
 
 def _is_early(body: bytes) -> bool:

@@ -137,6 +137,7 @@ EARLY = b"event: response.created\ndata: {}\n\n"
 # what vLLM sends first in a chat, for each choice, and on Anthropic's route
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 START = b'event: message_start\ndata: {"type":"message_start","message":{"id":"m"}}\n\n'
+STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 FAILED = b'event: error\ndata: {"type":"error","error":{"type":"internal_error"}}\n\n'
 
 
@@ -146,6 +147,7 @@ FAILED = b'event: error\ndata: {"type":"error","error":{"type":"internal_error"}
         App(500, b'{"error": {}}'), App(200, *STREAMED), App(200, EARLY, *STREAMED),
         App(200, ROLE, ROLE, *STREAMED), App(200, START, FAILED),
         App(200, EARLY, fails=True), App(200, *STREAMED, fails=True),
+        App(200, STREAMED[1]), App(200, ROLE, STREAMED[1]), App(200, START, STOP),
     ],
 )  # fmt: skip
 def test_refusals_are_429(engine: Engine, app: App) -> None:
