@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 
 __all__ = ["ATTRIBUTES", "CACHE_NAMES", "READ", "SCHEDULER_NAMES", "TRIED", "check_names"]
 
-# 0.32 by `make test-upstreams KINDS=paced` and `make bench NAME=vllm`, 0.31 on its virtual clock
+# by `make test-upstreams KINDS=paced`, 0.31 with VLLM=0.31.0, and 0.32 by `make bench NAME=vllm`
 TRIED: Final = ("0.31", "0.32")
 # methods of the class that are called, or called by vLLM, with the arguments that are used
 SCHEDULER_NAMES: Final = {
