@@ -10,13 +10,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.gateway import EngineConfig, GatewayConfig
+from paceline.gateway import EngineConfig, GatewayConfig, ModelConfig
 from paceline.gateway.proxy.handing import bootstrap_of
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import PriceConfig, check_config
@@ -309,6 +310,21 @@ async def test_a_caller_that_leaves_ends_the_prompt() -> None:
         assert len(p.bodies) == 1 and not d.bodies
 
 
+async def test_a_caller_that_leaves_pays_for_the_prompt() -> None:
+    price = PriceConfig(input="2", output="0")
+    keys = (ApiKey.of("ann", "user", "secret-ann-0123"), ApiKey.of("r", "admin", "secret-root-012"))
+    over: dict[str, Any] = {"keys": keys, "config": {"prices": (price,), "spend_storage": ""}}
+    async with apart([Step(delay=30.0)], [GOOD], "vllm", **over) as ([p], _, gateway, client):
+        client.headers["Authorization"] = "Bearer secret-ann-0123"
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(CHAT, json=chat(stream=True), timeout=0.3)
+        await until(lambda: gateway.in_flight == 0)
+        client.headers["Authorization"] = "Bearer secret-root-012"
+        text = (await client.get("/metrics")).text
+        (spent,) = [line for line in text.splitlines() if "gateway_spend_today{" in line]
+        assert len(p.bodies) == 1 and float(spent.split()[-1]) > 0.0
+
+
 # ---------------------------------------------------------------------- SGLang
 
 
@@ -345,12 +361,63 @@ async def test_sglang_goes_to_another_pair_where_a_prompt_is_lost() -> None:
 
 async def test_sglang_refuses_what_both_refuse() -> None:
     late = Step(status=400, parts=refused(400).parts, stream=False, delay=0.1)
-    async with apart([refused(400)], [late], "sglang") as ([p], [d], gateway, client):
+    async with apart([refused(400)], [late], "sglang") as ([p], _, gateway, client):
         answer = await client.post(CHAT, json=chat())
         assert answer.status_code == 400 and "no: 400" in answer.text
-        assert len(p.bodies) == len(d.bodies) == 1
+        assert len(p.bodies) == 1
         gateway.upstreams.by_name["e2"].load.prefill_tokens -= 1e6
         await until(lambda: is_clean(gateway))
+
+
+async def test_sglang_refuses_what_one_refuses() -> None:
+    """The engine for outputs would wait for its prompt for minutes."""
+    async with apart([refused(400)], [Step(delay=60.0)], "sglang") as (_, [d], gateway, client):
+        answer = await client.post(CHAT, json=chat(), timeout=5.0)
+        assert answer.status_code == 400 and "no: 400" in answer.text
+        assert await handed(client) == {"failed": 1} and len(d.bodies) <= 1
+        gateway.upstreams.by_name["e2"].load.prefill_tokens -= 1e6
+        await until(lambda: is_clean(gateway))
+
+
+async def test_sglang_has_no_hedge_without_a_prompt() -> None:
+    late = replace(GOOD, delay=0.6)
+    hedged = {"hedge_share": 0.5, "hedge_after": 0.1}
+    async with apart([late], [late, late], "sglang", config=hedged) as (_, outputs, gateway, http):
+        for upstream in gateway.upstreams.by_name.values():
+            for _ in range(64):
+                upstream.load.latency.saw_first(10.0, 0, 0.0, 0.02)
+            upstream.load.prefill_tokens = 0.0
+        gateway.hedges._saved = 5.0
+        answer = await http.post(CHAT, json=chat(stream=True))
+        assert text_of(streamed(answer)) == "".join(WORDS)
+        bodies = [body for engine in outputs for body in engine.bodies]
+        assert len(bodies) == 1 and "bootstrap_room" in bodies[0]
+
+
+async def test_room_for_prompts_is_none_for_answers_of_sglang() -> None:
+    limits = {"e1": {"max_concurrent": 8}, "e2": {"max_concurrent": 1}}
+    step = replace(GOOD, delay=0.1)
+    async with apart([step], [step], "sglang", engine_fields=limits) as (_, [d], gateway, client):
+        calls = [asyncio.ensure_future(client.post(CHAT, json=chat(stream=True))) for _ in range(3)]
+        await until(lambda: len(d.bodies) == 1 and gateway.flow_control.num_waiting == 2)
+        for answer in await asyncio.gather(*calls):
+            assert text_of(streamed(answer)) == "".join(WORDS)
+
+
+async def test_a_model_of_long_prompts_hears_nothing_of_a_pair() -> None:
+    words = b'{"error":{"message":"the maximum context length is 10 tokens","code":400}}'
+    long = Step(status=400, parts=(words,), stream=False)
+    models = (
+        ModelConfig(name="chat", tiers=(("e1:m", "e2:m"),), length_over={"100000": "long"}),
+        ModelConfig(name="long", tiers=(("e3:m",),)),
+    )
+    fields: dict[str, Any] = {
+        "engine_fields": {"e3": {"role": "both"}}, "config": {"models": models},
+    }  # fmt: skip
+    async with apart([long], [long, GOOD], "sglang", **fields) as ([p], [_, other], _, client):
+        answer = await client.post(CHAT, json=chat(model="chat", stream=True))
+        assert text_of(streamed(answer)) == "".join(WORDS)
+        assert len(p.bodies) == 1 and "bootstrap_room" not in other.bodies[0]
 
 
 async def test_sglang_without_engines_for_prompts_is_unavailable() -> None:

@@ -38,7 +38,10 @@ from paceline.gateway.settings.prices import Used
 from paceline.gateway.streams.usage import used_by
 from paceline.routing import Dispatch
 
-__all__ = ["ONE_TOKEN", "PromptAttempt", "PromptLeg", "bootstrap_of", "may_hand", "streams_over"]
+__all__ = [
+    "ONE_TOKEN", "PromptAttempt", "PromptLeg", "bootstrap_of", "may_hand", "needs_prompt",
+    "streams_over",
+]  # fmt: skip
 
 # what vLLM's engines for prompts are told; they fill it in
 _REMOTE_DECODE: Final = {
@@ -71,6 +74,11 @@ def may_hand(context: RequestContext, prompts: Endpoint, outputs: Endpoint) -> b
         both = takes_ids(prompts) and takes_ids(outputs)
         return both and context.allowed.resume and body.fields.get("echo") != b"true"
     return True
+
+
+def needs_prompt(outputs: Endpoint) -> bool:
+    """Whether an engine cannot compute prompts itself."""
+    return outputs.upstream.kind == "sglang" and outputs.upstream.role == "outputs"
 
 
 def streams_over(context: RequestContext, prompts: Endpoint) -> bool:

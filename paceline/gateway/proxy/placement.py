@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.gateway.proxy.context import RequestContext
-from paceline.gateway.proxy.handing import may_hand, streams_over
+from paceline.gateway.proxy.handing import may_hand, needs_prompt, streams_over
 from paceline.gateway.proxy.upstream_request import RESUMABLE, takes_ids
 from paceline.gateway.routing.endpoint_queue import Queued
 from paceline.gateway.routing.picker import AllCoolingDownError, Pick, Tried
@@ -168,6 +168,8 @@ class Placement:
     def _pick(self, now: float, last: Endpoint | None) -> Pick:
         """Pick an engine that was not tried. Raises as ``Picker.pick``."""
         context = self.context
+        # of the attempt before, perhaps on another route
+        self.prompt_pick, self.hands_over = None, False
         only: Callable[[Endpoint], bool] | None = None
         if self._needs_more is not None:
             only = self._is_long_enough
@@ -199,9 +201,8 @@ class Placement:
     def _apart(self, outputs: Pick, now: float) -> Pick:
         """Return the engine to ask first, where ``outputs`` would answer: that one, or one that
         computes the prompt. Raises HttpError if the answer's engine cannot do without."""
-        context, self.prompt_pick, self.hands_over = self.context, None, False
-        there = outputs.endpoint
-        must = there.upstream.kind == "sglang" and there.upstream.role == "outputs"
+        context, there = self.context, outputs.endpoint
+        must = needs_prompt(there)
         if not must and (self._goes_on or there.upstream.role == "prompts"):
             return outputs
         tried = {*self._tried, *self._tried_prompts}
@@ -258,7 +259,10 @@ class Placement:
             self.context.demand,
             now,
             tried={*self._tried, first.upstream.name},
-            only=lambda endpoint: endpoint in tier and endpoint.model == first.model,
+            # nobody would send the second one a prompt
+            only=lambda endpoint: (
+                endpoint in tier and endpoint.model == first.model and not needs_prompt(endpoint)
+            ),
         )
 
     def tier_of(self, endpoint: Endpoint) -> Sequence[Endpoint]:

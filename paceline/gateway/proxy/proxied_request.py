@@ -296,6 +296,9 @@ class ProxiedRequest:
             attempt = Attempt(self, endpoint, dispatch)
         except BaseException:
             self._end_leg()
+            if self._leg is not None:
+                # what its engine computed for a caller that hung up is charged
+                self._response.comes_from(self._leg.attempt)
             dispatch.end(context.now())
             raise
         self._response.comes_from(attempt)
@@ -382,11 +385,15 @@ class ProxiedRequest:
         if leg.failure is None or begun or attempt.is_answer:
             self._note_prompt(leg, "handed")
             return
-        self._note_prompt(leg, "failed")
-        if leg.attempt.is_final:
-            # the other engine refuses it as well, and its refusal is the caller's
+        if not leg.attempt.is_final:
+            self._note_prompt(leg, "failed")
+            attempt.leave(f"its prompt was lost: {leg.failure}")
             return
-        attempt.leave(f"its prompt was lost: {leg.failure}")
+        self.context.metrics.handed(leg.endpoint, "failed")
+        if attempt.verdict is None:
+            # the request itself is refused; the other engine might wait for its prompt for minutes
+            attempt.abandon()
+            self._response.comes_from(leg.attempt)
 
     def _hand_over(self) -> None:
         """Let the stream go on at an engine for outputs, now that its prompt is computed."""

@@ -179,6 +179,9 @@ class Picker:
         endpoints = [
             endpoint for tier in route.usable_tiers(fallback=route.fallback) for endpoint in tier
         ]
+        if route.apart:
+            answers = _in_part(None, prompts=False)
+            endpoints = [endpoint for endpoint in endpoints if answers(endpoint)]
         if not any(endpoint.upstream.config.max_concurrent for endpoint in endpoints):
             return math.inf
         usable = [
