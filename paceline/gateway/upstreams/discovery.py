@@ -61,8 +61,10 @@ class Discovery:
         self._tell = tell
         self._now = now
         self._resolve = resolve
-        # pool -> when its name is due again
-        self._due: dict[str, float] = {}
+        # pool -> its settings at the last lookup, and when the next one is due under these
+        self._due: dict[str, tuple[PoolConfig, float]] = {}
+        # host -> lookup under way: one that hangs keeps a thread of few, and is not asked again
+        self._lookups: dict[str, asyncio.Future[Collection[str]]] = {}
         # pool -> what went wrong last, to say it once
         self._troubles: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
@@ -76,11 +78,17 @@ class Discovery:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        for lookup in [*self._lookups.values()]:
+            lookup.cancel()
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_TURN)
-            await self.turn()
+            try:
+                await self.turn()
+            except Exception:
+                # a fault with one answer: the names are looked up again
+                _log.exception("pool_lookup_failed")
 
     async def turn(self) -> None:
         """Look up the names that are due."""
@@ -88,18 +96,38 @@ class Discovery:
         due = [
             pool.config
             for name, pool in self._pools.items()
-            if pool.config.dns and now >= self._due.get(name, now)
+            if pool.config.dns and self._is_due(name, pool.config, now)
         ]
         await asyncio.gather(*map(self._look, due))
 
+    def _is_due(self, name: str, config: PoolConfig, now: float) -> bool:
+        before, at = self._due.get(name, (config, now))
+        return now >= at or before != config
+
+    def _lookup(self, host: str) -> asyncio.Future[Collection[str]]:
+        """Return the lookup of a host that is under way, or begin one."""
+        found = self._lookups.get(host)
+        if found is None:
+            found = self._lookups[host] = asyncio.ensure_future(self._resolve(host))
+
+            def over(lookup: asyncio.Future[Collection[str]]) -> None:
+                self._lookups.pop(host, None)
+                if not lookup.cancelled():
+                    # nobody may wait for it any more
+                    lookup.exception()
+
+            found.add_done_callback(over)
+        return found
+
     async def _look(self, config: PoolConfig) -> None:
         name, (host, port) = config.name, config.address
+        self._due[name] = config, self._now() + config.every
         why, found = "it has no address", frozenset[str]()
         try:
-            found = frozenset(await asyncio.wait_for(self._resolve(host), _TIMEOUT))
-        except (OSError, TimeoutError, UnicodeError) as error:
+            lookup = asyncio.shield(self._lookup(host))
+            found = frozenset(await asyncio.wait_for(lookup, _TIMEOUT))
+        except (OSError, TimeoutError, ValueError) as error:
             why = str(error) or f"no answer within {_TIMEOUT:g} s"
-        self._due[name] = self._now() + config.every
         pool = self._pools.get(name)
         if pool is None or pool.config != config:
             # a reload has changed it meanwhile

@@ -34,9 +34,12 @@ class Zone:
         self.hosts: Collection[str] = ()
         self.error: Exception | None = None
         self.asked: list[str] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def resolve(self, host: str) -> Collection[str]:
         self.asked.append(host)
+        await self.answers.wait()
         if self.error is not None:
             raise self.error
         return self.hosts
@@ -139,6 +142,39 @@ async def test_a_reload_changes_the_name(monkeypatch: pytest.MonkeyPatch) -> Non
         assert list(gateway.upstreams.by_name) == ["a"]
         await asyncio.sleep(0.3)
         assert len(zone.asked) <= asked + 1
+
+
+async def test_another_name_is_not_due_when_the_one_before_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with named_pool(monkeypatch, SLOW) as ([engine], zone, gateway, _):
+        models = gateway.config.models
+        for host in ("first.test", "second.test"):
+            pool = PoolConfig(name="chat", dns=f"{host}:{engine.port}", every=3600.0)
+            config = GatewayConfig(poll_interval=0.03, models=models, pools=(pool,))
+            await gateway.reload(config, gateway.keys)
+            await until(lambda host=host: host in zone.asked)
+
+
+async def test_a_resolver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lookup keeps one of the few threads that all others need."""
+    monkeypatch.setattr("paceline.gateway.upstreams.discovery._TIMEOUT", 0.02)
+    async with named_pool(monkeypatch, SLOW) as (_, zone, gateway, _):
+        zone.answers.clear()
+        zone.hosts, asked = HOSTS[:1], len(zone.asked)
+        await asyncio.sleep(0.5)
+        assert len(zone.asked) == asked + 1
+        zone.answers.set()
+        await until(lambda: up(gateway) == {HOSTS[0]})
+
+
+async def test_a_fault_ends_no_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with named_pool(monkeypatch, SLOW) as (_, zone, gateway, _):
+        for error in (ValueError("embedded null byte"), RuntimeError("a fault")):
+            zone.error, asked = error, len(zone.asked)
+            await until(lambda asked=asked: len(zone.asked) > asked + 1)
+        zone.error, zone.hosts = None, HOSTS[:1]
+        await until(lambda: up(gateway) == {HOSTS[0]})
 
 
 async def test_the_machines_own_resolver() -> None:
