@@ -80,17 +80,20 @@ def measured(
     *,
     samples: Mapping[str, Any] | None = None,
     embedding: Mapping[str, Any] | None = None,
+    perplexity: bool = False,
 ) -> Measured | None:
     """Return a label with its figures; None: the small answer cannot be read.
 
     Args:
         samples: answer with further choices of the small model.
         embedding: answer with the vector of the prompt.
+        perplexity: whether log-probabilities of the prompt count.
     """
     prompt = read_prompt(label.as_read(), "")
     said = None if prompt is None else read_said(msgspec.json.encode(answer), prompt)
     if prompt is None or said is None:
         return None
+    said = said.scored_by(agreement=True, perplexity=perplexity)
     if samples is not None:
         share = agreement_of(msgspec.json.encode(samples), said, prompt)
         said = msgspec.structs.replace(said, agreement=share)

@@ -137,11 +137,13 @@ def run(args: argparse.Namespace) -> int:
         failed += ask_all(kept_as["embedding"], labels, answers, embedding, told)
     rows, unchecked = _measure(labels, answers, kept_as, perplexity=cascade.perplexity)
     if args.shadow:
-        rows, others = read_shadows(Path(model.cascade.shadow_file), sides["small"], sides["large"])
+        rows, others = read_shadows(
+            Path(cascade.shadow_file), sides["small"], sides["large"], perplexity=cascade.perplexity
+        )
         if others:
             print(
-                f"{others} of {others + len(rows)} chats were answered by other models, or cannot "
-                "be read: they are left out",
+                f"{others} of {others + len(rows)} chats were answered by other models, cannot be "
+                "read or lack the prompt's log-probabilities: they are left out",
                 file=sys.stderr,
             )
     for sentence in (*failed[:_SHOWN], *unchecked[:_SHOWN]):
@@ -251,7 +253,9 @@ def _measure(
         if any(found[name] is None for name in sides):
             return None
         samples, embedding = found.get("samples"), found.get("embedding")
-        row = measured(label, small, *good, samples=samples, embedding=embedding)
+        row = measured(
+            label, small, *good, samples=samples, embedding=embedding, perplexity=perplexity
+        )
         if row is None:
             return f"label {number}: the small answer is none of a chat"
         if perplexity and row.said.prompt_logprob is None:

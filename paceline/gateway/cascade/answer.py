@@ -90,6 +90,14 @@ class Said(msgspec.Struct, frozen=True):
     # mean log-probability of the prompt's tokens; None: it was not told
     prompt_logprob: float | None = None
 
+    def scored_by(self, *, agreement: bool, perplexity: bool) -> Said:
+        """Return it with the signals that count; a caller may have asked for others."""
+        return msgspec.structs.replace(
+            self,
+            agreement=self.agreement if agreement else None,
+            prompt_logprob=self.prompt_logprob if perplexity else None,
+        )
+
 
 def with_logprobs(body: Body, *, stream: bool, of_prompt: bool = False) -> Body:
     """Return a request that also asks for log-probabilities, with ``of_prompt`` for those of the

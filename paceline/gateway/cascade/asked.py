@@ -21,7 +21,15 @@ from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.prices import Used
 from paceline.routing import Demand, HedgeBudget
 
-__all__ = ["NO_CASCADES", "Answering", "Asked", "NoCascades", "Relaying", "Usage"]
+__all__ = [
+    "NO_CASCADES",
+    "Answering",
+    "Asked",
+    "NoCascades",
+    "Relaying",
+    "Usage",
+    "without_fallback",
+]
 
 Usage = Sequence[tuple[Endpoint, Used]]
 
@@ -37,6 +45,12 @@ class Asked(msgspec.Struct, frozen=True):
     # route of the model that was asked for
     route: Route
     allowed: Allowed
+
+
+def without_fallback(allowed: Allowed) -> Allowed:
+    """Return the measures that are allowed while the large model may still answer: no calibration
+    knows a later tier, or a model for spent budgets."""
+    return Allowed(allowed.retry, False, allowed.resume, allowed.hedge)
 
 
 class Relaying(Protocol):

@@ -62,6 +62,7 @@ class _Scale:
 
     def __init__(self, config: CascadeConfig, mode: Mode, fitted: Fitted, signals: Signals) -> None:
         self._scorer, self._mode = fitted.scorer(mode, signals), mode
+        self._signals = signals
         strict = pick_threshold(fitted.scores, fitted.losses, config.max_loss)
         under = config.under_load
         most = config.max_loss if under is None else under.max_loss
@@ -78,6 +79,9 @@ class _Scale:
         return strict + self._easing.share * (eased - strict)
 
     def score(self, prompt: Prompt, said: Said | None) -> float:
+        if said is not None:
+            signals = self._signals
+            said = said.scored_by(agreement=signals.samples > 0, perplexity=signals.perplexity)
         return self._scorer.score(features_of(prompt, said, self._mode, self._first))
 
     def threshold(self, wait: float) -> float:

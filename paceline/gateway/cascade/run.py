@@ -27,13 +27,13 @@ from paceline.gateway.cascade.asked import (
     Asked,
     Relaying,
     Usage,
+    without_fallback,
 )
 from paceline.gateway.cascade.early import Early, may_begin_early
 from paceline.gateway.cascade.gate import OpenGate, PrefixGate, WholeGate, behind
 from paceline.gateway.cascade.judge import Decision, Judge
 from paceline.gateway.cascade.prompt import Prompt
 from paceline.gateway.cascade.signals import embedded, sampled
-from paceline.gateway.proxy.context import Allowed
 from paceline.gateway.proxy.response import cascade_header
 from paceline.gateway.proxy.upstream_request import CHAT
 from paceline.gateway.requests.body import Body
@@ -222,7 +222,7 @@ class Run:
         note = {"cascade": decision.note("routed", small.model)}
         asked = replace(
             self._asked, incoming=behind(incoming, gate), route=small,
-            allowed=_no_fallback(self._asked.allowed),
+            allowed=without_fallback(self._asked.allowed),
         )  # fmt: skip
         try:
             usage = await self._gateway.relay(asked, note)
@@ -260,22 +260,24 @@ class Run:
         if samples and self._judge.asks_logprobs:
             drawn = asyncio.ensure_future(self._ask(small, sampled(asked, samples)))
         try:
-            gate, usage = await self._ask(small, self.upstream_body(small, stream=False))
-            if _refuses_logprobs(gate):
-                of_prompt = b"prompt_logprobs" in gate.body
-                gate, usage = await self._ask(small, without_logprobs(asked, stream=False))
-                if gate.status == 200 and not of_prompt:
-                    self._lacks_logprobs(small)
-            said = read_said(bytes(gate.body), prompt) if gate.status == 200 else None
-            if drawn is not None and said is not None:
-                said = await self._with_agreement(drawn, said, prompt)
+            try:
+                gate, usage = await self._ask(small, self.upstream_body(small, stream=False))
+                if _refuses_logprobs(gate):
+                    of_prompt = b"prompt_logprobs" in gate.body
+                    gate, usage = await self._ask(small, without_logprobs(asked, stream=False))
+                    if gate.status == 200 and not of_prompt:
+                        self._lacks_logprobs(small)
+                said = read_said(bytes(gate.body), prompt) if gate.status == 200 else None
+                if drawn is not None and said is not None:
+                    said = await self._with_agreement(drawn, said, prompt)
+            finally:
+                # before the large model is asked
+                if drawn is not None:
+                    drawn.cancel()
+                    await asyncio.gather(drawn, return_exceptions=True)
         except _NO_ANSWER as error:
             await self._without_small(error, prompt)
             return
-        finally:
-            if drawn is not None:
-                drawn.cancel()
-                await asyncio.gather(drawn, return_exceptions=True)
         if said is None:
             self._count(usage, kept=False)
             await self._without_small(None, prompt)
@@ -315,7 +317,7 @@ class Run:
         gate = WholeGate()
         incoming = behind(self._asked.incoming, gate)
         # a budget that is too small for this model is too small for the large one
-        allowed = _no_fallback(self._asked.allowed)
+        allowed = without_fallback(self._asked.allowed)
         asked = replace(self._asked, incoming=incoming, body=body, route=small, allowed=allowed)
         return gate, await self._gateway.relay(asked)
 
@@ -355,7 +357,7 @@ class Run:
         body = asked.body if plain else self.upstream_body(small, stream=True)
         inner = replace(
             asked, incoming=behind(asked.incoming, gate), body=body, route=small,
-            allowed=_no_fallback(asked.allowed),
+            allowed=without_fallback(asked.allowed),
         )  # fmt: skip
         early = self._begin_early(prompt, wait)
         task = asyncio.ensure_future(self._gateway.relay(inner))
@@ -451,9 +453,3 @@ def _refuses_logprobs(gate: WholeGate) -> bool:
     """Whether an engine has refused a request that asks for log-probabilities, perhaps for that: a
     refusal may also repeat the request. Only an answer to the same request without them tells."""
     return gate.status in _REFUSED_FIELD and b"logprob" in gate.body
-
-
-def _no_fallback(allowed: Allowed) -> Allowed:
-    """Return the measures that are allowed while the large model may still answer: no calibration
-    knows a later tier, or a model for spent budgets."""
-    return Allowed(allowed.retry, False, allowed.resume, allowed.hedge)

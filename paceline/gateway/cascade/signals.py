@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline.errors import RequestError
 from paceline.gateway.cascade.answer import without_logprobs
-from paceline.gateway.cascade.asked import Asked, Relaying, Usage
+from paceline.gateway.cascade.asked import Asked, Relaying, Usage, without_fallback
 from paceline.gateway.cascade.gate import WholeGate, behind
 from paceline.gateway.cascade.prompt import Prompt
 from paceline.gateway.requests.body import Body, read_body
@@ -73,12 +73,14 @@ async def embedded(
     answer the prompt stays as it is."""
     body = read_body(msgspec.json.encode(request_of_embedding(prompt.text, model)))
     size = measure(body.fields)
-    route = gateway.routes.find(model, asked.tokens, local_only=asked.route.local_only)
     gate = WholeGate()
     incoming = with_fields(behind(asked.incoming, gate), path=_EMBEDDINGS, ticket=None)
     try:
+        route = gateway.routes.find(model, asked.tokens, local_only=asked.route.local_only)
         route = route.serving(_EMBEDDINGS, body)
-        asking = Asked(incoming, body, size, asked.tokens, route, asked.allowed)
+        # another model's vector says nothing here
+        allowed = without_fallback(asked.allowed)
+        asking = Asked(incoming, body, size, asked.tokens, route, allowed)
         usage = await gateway.relay(asking)
     except (HttpError, RequestError):
         return prompt, ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,25 @@ async def test_perplexity_of_the_prompt(tmp_path: Path, logprob: float, who: str
         assert all("prompt_logprobs" not in body for body in two.bodies)
 
 
+async def test_a_caller_may_ask_for_what_no_calibration_knows(tmp_path: Path) -> None:
+    small = with_prompt_logprob(SMALL, -0.5)
+    async with cascade(small, LARGE, calibration=calibration(tmp_path)) as (*_, http):
+        response = await http.post(CHAT, json=asked(prompt_logprobs=0))
+        assert by(response) == "small" and "prompt_logprobs" in response.json()
+
+
+async def test_further_answers_end_before_the_large_model_is_asked(tmp_path: Path) -> None:
+    steps = (Step(parts=(b"{", b"}"), stream=False, then="cut"), Step(delay=30.0))
+    large = Step(parts=LARGE.parts, stream=False, delay=0.3)
+    path = calibration(tmp_path, signals=THREE)
+    async with cascade(steps, large, calibration=path, samples=3) as (one, two, gateway, http):
+        call = asyncio.ensure_future(http.post(CHAT, json=asked()))
+        await until(lambda: bool(two.bodies))
+        assert not gateway.upstreams.by_name["e1"].running and len(one.bodies) <= 2
+        assert content(await call) == "large"
+        await until(lambda: is_clean(gateway))
+
+
 async def test_a_refused_perplexity_leaves_log_probabilities_to_later_requests(
     tmp_path: Path,
 ) -> None:
@@ -134,6 +154,26 @@ async def test_embedding_of_the_prompt(tmp_path: Path, answer: Step, who: str, w
         header = response.headers["x-paceline-cascade"]
         assert f'why="{why}"' in header
         assert content(response) == ("small" if who == "small" else "large")
+
+
+async def test_another_models_vector_says_nothing(tmp_path: Path) -> None:
+    signals = Signals(embeddings="vectors", num_values=2)
+    path = calibration(tmp_path, signals=signals, weights={"embedding": 9.0}, modes=("route",))
+    models = (
+        ModelConfig(
+            name="chat", tiers=(("e2:m",),),
+            cascade=CascadeConfig(
+                small="small", mode="route", calibration=path, embeddings="vectors",
+            ),
+        ),
+        ModelConfig(name="small", tiers=(("e1:m",),)),
+        ModelConfig(name="vectors", tiers=(("e3:m",), ("e4:m",))),
+    )  # fmt: skip
+    engines = (SMALL, LARGE, refused(503), vector(3.0, 4.0))
+    async with three(*engines, models=models) as (*_, other, http):
+        response = await http.post(CHAT, json=asked())
+        assert 'why="no embedding"' in response.headers["x-paceline-cascade"]
+        assert not other.bodies
 
 
 def three(*steps: Step, models: tuple[ModelConfig, ...]) -> Any:
