@@ -176,7 +176,27 @@ async def test_another_models_vector_says_nothing(tmp_path: Path) -> None:
         assert not other.bodies
 
 
-def three(*steps: Step, models: tuple[ModelConfig, ...]) -> Any:
+async def test_a_prompt_that_may_not_leave_is_not_embedded_in_a_cloud(tmp_path: Path) -> None:
+    signals = Signals(embeddings="vectors", num_values=2)
+    path = calibration(tmp_path, signals=signals, weights={"embedding": 9.0}, modes=("route",))
+    models = (
+        ModelConfig(
+            name="chat", tiers=(("e2:m",),), local_only=True,
+            cascade=CascadeConfig(
+                small="small", mode="route", calibration=path, embeddings="vectors",
+            ),
+        ),
+        ModelConfig(name="small", tiers=(("e1:m",),)),
+        ModelConfig(name="vectors", tiers=(("e3:m",),)),
+    )  # fmt: skip
+    engines, clouds = (SMALL, LARGE, vector(3.0, 4.0)), {"e3": {"cloud": True}}
+    async with three(*engines, models=models, engine_fields=clouds) as (*_, cloud, http):
+        response = await http.post(CHAT, json=asked())
+        assert 'why="no embedding"' in response.headers["x-paceline-cascade"]
+        assert content(response) == "large" and not cloud.bodies
+
+
+def three(*steps: Step, models: tuple[ModelConfig, ...], **fields: Any) -> Any:
     from contextlib import AsyncExitStack, asynccontextmanager
 
     from tests.gateway.fault_server import scripted
@@ -185,7 +205,7 @@ def three(*steps: Step, models: tuple[ModelConfig, ...]) -> Any:
     async def opened() -> Any:
         async with AsyncExitStack() as stack:
             engines = [await stack.enter_async_context(scripted(step)) for step in steps]
-            config = configured(*engines, models=models, spend_storage="")
+            config = configured(*engines, models=models, spend_storage="", **fields)
             _, http = await stack.enter_async_context(gateway_over(config))
             yield *engines, http
 
