@@ -30,31 +30,31 @@ _READY: Final = b"R"
 _FORK: Final = b"F"
 _PID: Final = struct.Struct("<q")
 _CODE: Final = struct.Struct("<i")
-# seconds for a fork, after which the server is given up
+# seconds for a fork, after which the server is given up, and for an exit code
 _PATIENCE: Final = 1.0
 
 
 class ForkedProcess:
     """An engine process, with what its client needs of ``subprocess.Popen``."""
 
-    def __init__(self, pid: int, stdin: int, code: int) -> None:
+    def __init__(self, pid: int, handle: int, stdin: int, code: int) -> None:
         self.pid = pid
         self.stdin = os.fdopen(stdin, "wb", buffering=0)
         # readable at its end, also where the fork server that would tell the code has ended
-        self._handle, self._code = os.pidfd_open(pid), code
+        self._handle, self._code = handle, code
 
     def __del__(self) -> None:
         os.close(self._handle)
+        os.close(self._code)
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
     def wait(self) -> int:
-        """Return the exit code once it has ended; call it once. 1 where nobody knows the code."""
-        data = os.read(self._code, _CODE.size)
-        select.select([self._handle], [], [])
-        os.close(self._code)
+        """Return the exit code once it has ended; call it once. 1 where nobody tells the code."""
+        _is_readable(self._handle)
+        data = os.read(self._code, _CODE.size) if _is_readable(self._code, _PATIENCE) else b""
         return int(_CODE.unpack(data)[0]) if len(data) == _CODE.size else 1
 
 
@@ -97,21 +97,23 @@ class ForkServer:
         """Return a new engine process; None: there is no server, or its imports are not done."""
         if not self.is_ready or self._socket is None:
             return None
-        stdin, its_stdin = os.pipe()[::-1]
-        code, its_code = os.pipe()
+        ends: list[int] = []
         try:
+            for _ in range(2):
+                ends += os.pipe()
+            its_stdin, stdin, code, its_code = ends
             socket.send_fds(self._socket, [_FORK], [its_stdin, its_code])
             pid = int(_PID.unpack(self._socket.recv(_PID.size))[0])
-            return ForkedProcess(pid, stdin, code)
+            handle = os.pidfd_open(pid)
+            ends = [its_stdin, its_code]
+            return ForkedProcess(pid, handle, stdin, code)
         except (OSError, struct.error):
             # it has ended, or has no memory for another
             self.close()
-            os.close(stdin)
-            os.close(code)
             return None
         finally:
-            os.close(its_stdin)
-            os.close(its_code)
+            for end in ends:
+                os.close(end)
 
     def close(self) -> None:
         """End the server; engines go on."""
@@ -182,3 +184,10 @@ def _reap(codes: dict[int, int]) -> None:
                 with contextlib.suppress(OSError):
                     os.write(code, _CODE.pack(os.waitstatus_to_exitcode(status)))
                 os.close(code)
+
+
+def _is_readable(fd: int, seconds: float | None = None) -> bool:
+    """Wait for a descriptor, of any number: ``select`` takes those below 1024 alone."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))

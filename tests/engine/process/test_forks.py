@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -88,3 +90,40 @@ def test_a_server_that_was_killed_forks_none(forks: ForkServer) -> None:
     forks._process.kill()
     forks._process.wait()
     assert forks.take() is None
+
+
+def test_the_end_is_noticed_whatever_the_numbers_of_its_descriptors(forks: ForkServer) -> None:
+    """As in a server with more than a thousand connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"a process may have {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert _ended(_started(forks, "one")) == 3
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_end_is_noticed_while_the_server_hangs(forks: ForkServer) -> None:
+    process = _started(forks, "sleep")
+    assert forks._process is not None
+    forks._process.send_signal(signal.SIGSTOP)
+    # the code is not told
+    assert _ended(process) == 1
+
+
+def test_a_fork_without_a_handle_leaves_no_descriptor(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(pid: int) -> int:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "pidfd_open", refuses)
+    before = len(os.listdir("/proc/self/fd"))
+    assert forks.take() is None
+    gc.collect()
+    # the server's socket is closed, too
+    assert len(os.listdir("/proc/self/fd")) == before - 1
