@@ -119,6 +119,9 @@ class Models:
             if not may_administer(request):
                 # it unloads the model for all
                 keep_alive = None
+            if known != self.known(name):
+                # meant for the model that was named, not for its fallback
+                keep_alive = None
             self._check_wait(known)
             ticket = self.pool.ask(known)
 

@@ -433,6 +433,11 @@ async def test_a_fallback_answers_while_a_model_is_loaded_and_says_so() -> None:
         assert answer.json()["model"] == "small" == answer.headers["x-paceline-model"]
         streamed = await http.post("/v1/chat/completions", json=body | {"stream": True})
         assert events(streamed.text)[0]["model"] == "small"
+        # what a caller says of the model that is named says nothing of its fallback
+        small = pool.states.models["small"]
+        asked = {"model": "large", "prompt": "x", "stream": False, "keep_alive": 0}
+        answer = await http.post("/api/generate", json=asked)
+        assert answer.json()["model"] == "small" and small.keep_alive is None
         may_load.set()
         # ids are of one model
         ids = await http.post("/tokenize", json={"model": "large", "prompt": "x"})
