@@ -6,6 +6,7 @@ Its settings arrive as JSON on standard input; ``engine.process`` does the rest.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from paceline.cli.wiring import build_core
 from paceline.engine.core import EngineCore
 from paceline.engine.process.process import engine_main
 from paceline.engine.types import EngineInfo
+from paceline.errors import ConfigError
 
 __all__ = ["build", "main"]
 
@@ -51,8 +53,9 @@ def ending(config: bytes) -> None:
     if (turn := EngineSettings.from_json(config).turn) is not None:
         from paceline.engine.models.loading import Loading
 
-        # until this process has ended
-        Loading(Path(turn))
+        # until this process has ended; where the server has ended, too, the page may be gone
+        with contextlib.suppress(OSError, ConfigError):
+            Loading(Path(turn))
         lower_all()
 
 

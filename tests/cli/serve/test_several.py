@@ -18,6 +18,7 @@ from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.model_options import GivenModel, given_models, model_arguments
 from paceline.cli.flags.options import chosen_model
 from paceline.cli.main import build_parser
+from paceline.cli.serve import engine_process
 from paceline.cli.serve.several import prepare
 from paceline.errors import ConfigError
 from paceline.quantize.version import VERSION
@@ -201,6 +202,16 @@ def test_only_the_first_shows_its_steps_and_all_share_the_turns(tmp_path: Path) 
     assert [each.timeline for each in several.settings.values()] == [True, False]
     assert {each.turn for each in several.settings.values()} == {str(tmp_path / "turns")}
     assert several.settings["y"].turn_weight == 3.0
+
+
+def test_an_engine_ends_in_order_where_its_server_and_the_turns_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered: list[bool] = []
+    monkeypatch.setattr(engine_process, "lower_all", lambda: lowered.append(True))
+    models = _prepared(tmp_path, "--model", "a=null", "--model", "b=null")
+    engine_process.ending(models.settings["a"].to_json())
+    assert lowered
 
 
 def test_blocks_of_several_models_are_neither_kept_nor_given_away(tmp_path: Path) -> None:
