@@ -102,9 +102,10 @@ void Team::start(int threads) {
     for (int member = 1; member < threads; ++member)
       threads_.emplace_back([this, member, run] { serve(member, run); });
   } catch (const std::exception& error) {
+    const size_t started = threads_.size();
     // threads that nobody has joined end the process when they are destroyed
     stop();
-    throw std::runtime_error("could start only " + std::to_string(threads_.size()) + " threads beside the caller's, not " +
+    throw std::runtime_error("could start only " + std::to_string(started) + " threads beside the caller's, not " +
                              std::to_string(threads - 1) + ": " + error.what());
   }
 }
@@ -112,7 +113,6 @@ void Team::start(int threads) {
 void Team::renew() {
   const int threads = int(threads_.size()) + 1;
   stop();
-  threads_.clear();
   stop_.store(false);
   start(threads);
 }
@@ -128,6 +128,8 @@ void Team::stop() {
   job_.fetch_add(kOneRun);
   job_.notify_all();
   for (std::thread& thread : threads_) thread.join();
+  // each is joined once, also where new ones could not be started and the team ends
+  threads_.clear();
 }
 
 void Team::barrier() {

@@ -6,6 +6,7 @@ which looks the same to the team and depends on nobody else's load.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,8 +28,11 @@ PROGRAM = r"""
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
+#include <sys/resource.h>
 #include <time.h>
+#include <unistd.h>
 
 using namespace paceline;
 using Clock = std::chrono::steady_clock;
@@ -180,10 +184,26 @@ int renewed() {
   return 100 * others + runs;
 }
 
+// the error of a team that may have no new threads; it ends as any other
+std::string refused() {
+  Team team(3);
+  // one thread next to this one; the limit holds for other users than root
+  if (!geteuid() && setuid(65534)) return "setuid failed";
+  const rlimit limit{2, 2};
+  setrlimit(RLIMIT_NPROC, &limit);
+  try {
+    team.renew();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "renewed";
+}
+
 int main(int, char** arguments) {
   const char* what = arguments[1];
   if (!std::strcmp(what, "items")) std::printf("%d", items());
   if (!std::strcmp(what, "renewed")) std::printf("%d", renewed());
+  if (!std::strcmp(what, "refused")) std::printf("%s", refused().c_str());
   if (!std::strcmp(what, "uneven")) std::printf("%d", uneven());
   if (!std::strcmp(what, "rest")) {
     // a look within a turn of the system's scheduler finds a processor on a busy machine, too
@@ -252,6 +272,12 @@ def test_every_item_is_computed_once(program: Path) -> None:
 def test_threads_are_replaced_between_runs(program: Path) -> None:
     """All but the caller's, and every item of three runs is computed once."""
     assert run(program, "renewed") == "230"
+
+
+def test_threads_that_cannot_be_replaced_are_an_error_and_no_abort(program: Path) -> None:
+    assert re.match(
+        "could start only [01] threads beside the caller's, not 2", run(program, "refused")
+    )
 
 
 def test_a_slow_member_is_helped(program: Path) -> None:
