@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -17,6 +18,10 @@ from paceline.server.transport.errors import anthropic_error_body
 from paceline.server.transport.middleware import request_id_of
 
 __all__ = ["BegunStream"]
+
+# their events have names, and readers skip one without
+_MESSAGES: Final = "/v1/messages"
+_RESPONSES: Final = "/v1/responses"
 
 
 class BegunStream(Response):
@@ -66,7 +71,7 @@ class BegunStream(Response):
                 return
             if whole and message.get("body"):
                 # an answer that is no stream, as a refusal is
-                message = {**message, "body": event(message["body"]) + DONE}
+                message = {**message, "body": self._last(message["body"])}
             await send(message)
 
         # what writes past ``send`` would not know that the answer has begun
@@ -81,10 +86,21 @@ class BegunStream(Response):
 
     def _failed(self, error: Exception) -> bytes:
         reply = reply_to(error, drain_timeout=0.0)
-        if self._request.url.path.startswith("/v1/messages"):
-            body = anthropic_error_body(reply, request_id_of(self._request))
+        if self._request.url.path == _MESSAGES:
+            return self._last(anthropic_error_body(reply, request_id_of(self._request)))
+        return self._last(error_body(reply))
+
+    def _last(self, body: bytes) -> bytes:
+        """Return an error's body as the end of a stream of the API that was called."""
+        path = self._request.url.path
+        if path == _MESSAGES:
             return b"event: error\n" + event(body)
-        return event(error_body(reply)) + DONE
+        if path == _RESPONSES and (found := msgspec.json.decode(body).get("error")):
+            kind = "server_error" if found["code"] >= 500 else "invalid_request_error"
+            about = {"code": kind, "message": found["message"], "param": found["param"]}
+            whole = {"type": "error", "sequence_number": 0, **about}
+            return b"event: error\n" + event(msgspec.json.encode(whole))
+        return event(body) + DONE
 
 
 async def _send(send: Send, data: bytes, *, more: bool = True) -> None:

@@ -395,6 +395,31 @@ async def test_what_fails_after_a_stream_began_is_its_last_event() -> None:
         assert error["code"] == 400
 
 
+@pytest.mark.parametrize("model", ["broken", "large"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x" * 2000}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "x" * 2000}),
+    ],
+)
+async def test_an_api_of_named_events_names_the_one_of_a_failure(
+    path: str, body: dict[str, Any], model: str
+) -> None:
+    """Where the load fails, and where the model's own rules refuse: readers skip other events."""
+    async with _server(sse_keep_alive=0.05) as (http, pool):
+        _slowly(pool, model)
+        asked = {"model": model, "stream": True} | body
+        answer = await http.post(path, json=asked)
+        assert answer.status_code == 200 and answer.text.startswith(": loading"), answer.text
+        *_, last, end = answer.text.split("\n\n")
+        assert not end and last.startswith("event: error\ndata: "), answer.text
+        error = json.loads(last.partition("data: ")[2])
+        assert error["type"] == "error"
+        says = "cannot be loaded" if model == "broken" else "512"
+        assert says in (error.get("error") or error)["message"]
+
+
 async def test_the_time_of_a_load_is_part_of_the_first_tokens() -> None:
     async with _server() as (http, pool):
         _slowly(pool, "large")
