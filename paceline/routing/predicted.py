@@ -102,6 +102,9 @@ class PredictedRouter:
 
     def killed(self, index: int) -> None:
         """Note that an engine has lost everything; one that comes back at once stays a choice."""
+        if not self.loads:
+            # a lone engine is not chosen
+            return
         self.loads[index].pressure = None
         self.loads[index].prefixes.clear()
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from paceline.errors import ConfigError
 from paceline.fleet.controller import Controller, Seen, Spec
 from paceline.routing import Demand, EngineLoad, PredictedRouter, Pressure, choose
 
@@ -81,6 +82,11 @@ class FleetRouter(PredictedRouter):
             self._step(self._next_at, look)
             self._next_at += self._period
         places = self._open
+        if not places:
+            raise ConfigError(
+                f"no replica of the fleet serves at {now:g} s: kill fewer of them within the "
+                f"{self._start_seconds:g} s that one takes to start"
+            )
         if len(places) > 2 * _CANDIDATES:
             places = self._pick_draw.sample(places, _CANDIDATES)
         for place in places:
@@ -92,7 +98,10 @@ class FleetRouter(PredictedRouter):
     def killed(self, index: int) -> None:
         """Take a replica for gone at once, as a closed connection says so; the controller replaces
         it."""
-        name = next(name for name, (place, _) in self._places.items() if place == index)
+        name = next((name for name, (place, _) in self._places.items() if place == index), None)
+        if name is None:
+            # it was stopped, and still ran what it had
+            return
         del self._places[name]
         self._ended_names.append(name)
         self._free.insert(0, index)

@@ -447,7 +447,9 @@ class Simulator:
         if isinstance(group.router, PredictedRouter):
             group.router.killed(replica.index - group.first)
         for job in jobs:
-            record = self._handed[job.number] = self._joined(replica.served(job), job.number)
+            record = replica.served(job)
+            self._num_preemptions += record.preemptions
+            record = self._handed[job.number] = self._joined(record, job.number)
             asked, done = record.arrival, record.output_tokens
             # the prompt and what its caller has are computed again
             rest = replace(

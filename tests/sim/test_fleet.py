@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.errors import ConfigError
 from paceline.fleet.controller import Scale, Spec
+from paceline.routing import PredictedRouter
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.fleet import FleetRouter
@@ -100,3 +104,36 @@ def test_a_lone_replica_that_is_killed_goes_on_with_what_it_had() -> None:
     # the first token was there before; half a step was lost
     assert record.ttft is not None and record.ttft < 0.3
     assert record.last_token is not None and 2.0 < record.last_token < 2.4
+
+
+def test_a_lone_replica_of_a_router_that_predicts_is_killed() -> None:
+    served: list[Served] = []
+    simulator = Simulator(Pool(places(1), PredictedRouter()), served.append, kills=(1.05,))
+    simulator.run(iter([Arrival(0.0, 50, 20)]))
+    assert [each.output_tokens for each in served] == [20] and simulator.num_resumed == 1
+
+
+def test_a_replica_that_was_stopped_and_still_runs_is_killed() -> None:
+    old = Spec(2, version="v1", drain_seconds=1.0, surge=2)
+    router = FleetRouter(old, start_seconds=1.0, changes={1.0: replace(old, version="v2")})
+    served: list[Served] = []
+    simulator = Simulator(Pool(places(4), router), served.append, kills=(19.5,))
+    long = [Arrival(0.1 * n, 50, 500) for n in range(8)]
+    simulator.run(iter([*long, *(Arrival(float(n), 50, 2) for n in range(2, 30))]))
+    assert len(served) == 36 and simulator.num_resumed
+    assert all(each.output_tokens == each.arrival.output_tokens for each in served)
+
+
+def test_a_fleet_of_which_none_is_left_says_so() -> None:
+    router = FleetRouter(Spec(1, version="v"), start_seconds=5.0)
+    simulator = Simulator(Pool(places(2), router), lambda served: None, kills=(5.0,))
+    with pytest.raises(ConfigError, match="no replica of the fleet serves at 5 s"):
+        simulator.run(steady(1.0, 0.0, 20.0))
+
+
+def places(count: int) -> list[ReplicaSpec]:
+    config = ReplicaConfig(
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512, max_model_len=2048),
+        cache=CacheConfig(block_size=16, num_blocks=200, enable_prefix_caching=False),
+    )
+    return [ReplicaSpec(config, FixedStepTimes(0.1)) for _ in range(count)]
