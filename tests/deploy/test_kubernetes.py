@@ -157,3 +157,21 @@ def test_who_stops_a_pod_waits_for_its_drain() -> None:
     assert build_parser().parse_args(pull["args"]).command == "pull"
     # what is pulled is what is served
     assert pull["args"][1] == engine["args"][1]
+
+
+def test_a_gateway_that_ends_has_the_time_for_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "a-key-of-8-characters")
+    text = FLEET["ConfigMap", "paceline-gateway"]["data"]["gateway.toml"]
+    drain = parse_config(text.encode()).drain_timeout
+    (container,) = pod("paceline-gateway")["containers"]
+    pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    grace = pod("paceline-gateway")["terminationGracePeriodSeconds"]
+    assert drain + pause < grace <= drain + pause + 30.0
+
+
+def test_only_ports_that_want_no_key_are_scraped() -> None:
+    for name in ("paceline-engines", "paceline-gateway"):
+        about = FLEET["Deployment", name]["spec"]["template"]["metadata"].get("annotations", {})
+        if "prometheus.io/port" in about:
+            (container,) = pod(name)["containers"]
+            assert f"--metrics-port={about['prometheus.io/port']}" in container["args"]
