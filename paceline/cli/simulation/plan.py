@@ -169,8 +169,11 @@ def _run_split(args: argparse.Namespace) -> int:
     from paceline.sim.step_times.spec import open_step_times
     from paceline.sim.workload.spec import parse_seconds
 
-    if bool(args.step_times) == bool(args.model and args.hardware):
+    named = (args.model, args.hardware)
+    if any(named) if args.step_times else not all(named):
         raise ConfigError("needs either --step-times, or --model and --hardware")
+    if args.ttft and not args.tpot:
+        raise ConfigError("--ttft needs --tpot: both targets are simulated together")
     spec = args.step_times or f"roofline:{args.hardware},{args.model},{args.gpus}"
     source = open_step_times(spec, models=plan_fleet.given_shapes(args))
     room = source.num_blocks(1)

@@ -113,7 +113,7 @@ def best_ways(
 
     Args:
         make: makes a pool of so many replicas for prompts, and so many others.
-        guess: a rate of about the right size.
+        guess: a rate of about the right size, without queues: tight targets allow far less.
     """
     ways = [(0, replicas), *((x, replicas - x) for x in range(1, replicas))]
 
@@ -126,7 +126,7 @@ def best_ways(
             outputs,
             highest_rate(
                 lambda rate, p=prompts, o=outputs: run(p, o, rate),  # type: ignore[misc]
-                Target(attainment), low=guess / 4.0, high=guess * 4.0, precision=0.06,
+                Target(attainment), low=guess / 64.0, high=guess * 4.0, precision=0.06,
             ),
         )
         for prompts, outputs in ways

@@ -159,6 +159,12 @@ def test_split_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
     assert tight["rates"]["1 : 1"] > tight["rates"]["2 together"]
 
 
+def test_a_rate_far_below_that_without_queues_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    # a prompt takes 74 ms alone, so hardly any may wait
+    rates = plan(capsys, *APART, "59.5ms", "--ttft", "90ms")["simulated"]["rates"]
+    assert all(0.5 < rate < 12.0 for rate in rates.values())
+
+
 @pytest.mark.thorough
 def test_a_split_needs_a_link(capsys: pytest.CaptureFixture[str]) -> None:
     # keys and values of a prompt, 8 MB, take a link of 10 Mbit/s 6.7 s
@@ -174,6 +180,11 @@ def test_split_of_other_step_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, *words, "--step-times", "fixed:0.01,0.001")["prefill_rate"] == 1 / 0.11
     assert "needs either --step-times, or --model" in refused(capsys, *words)
     assert "needs either" in refused(capsys, *SPLIT, "--step-times", "fixed:0.01")
+    fixed = ("--step-times", "fixed:0.01,0.001")
+    # it would have no effect
+    assert "needs either" in refused(capsys, *words, *fixed, "--model", "llama-3.1-8b")
+    without = words[:-2]
+    assert "--ttft needs --tpot" in refused(capsys, *without, *fixed, "--ttft", "1s")
 
 
 LOAD = "synthetic:rate=40,prompt=fixed(1500),output=uniform(5,20),n=40"
