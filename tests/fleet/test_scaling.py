@@ -55,8 +55,8 @@ def test_scatter_alone_changes_nothing_for_long() -> None:
     """A pool whose load scatters as random arrivals do stays where it is for most of an hour."""
     draw, scaling, count, changes, number = random.Random(1), Scaling(), 4, 0, 45.0
     for second in range(3600):
-        # births at a rate of two a second, and each of the others ends within 22 s on average
-        number += (draw.random() < 2.0 / 2.0) + (draw.random() < 0.05)
+        # about one a second comes, and each stays for 45 s on average
+        number += 1 + (draw.random() < 0.05)
         number -= sum(draw.random() < 1.0 / 45.0 for _ in range(int(number)))
         before = count
         count = scaling.wanted(float(second), SCALE, pool(count, int(number)), count)

@@ -41,6 +41,8 @@ _ALONE_GAP = 1e5
 _ALONE_NOISE = 0.05
 # seconds until a replica has started
 _START_SECONDS = 60.0
+# seconds in which a pool gives up one replica
+_SHRINK_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +163,8 @@ def settled_size(
     """Return the replicas that a fleet's pool with ``replicas = {min, max}`` settles at, from
     ``size`` on, if the workload comes again and again; ``first_token`` is its least TTFT target.
 
-    Of the ``seconds`` that are simulated, the number that was wanted longest in the last third
-    counts.
+    At least ``seconds`` are simulated, and more while the pool still shrinks, which takes a minute
+    for each replica. The number that was wanted longest in the last ``seconds / 3`` counts.
     """
     arrivals = list(workload)
     targets = [each.ttft for each in arrivals if each.ttft is not None]
@@ -171,13 +173,27 @@ def settled_size(
     spec = Spec(size, version="plan", drain_seconds=seconds, scale=scale)
     router = FleetRouter(spec, start_seconds=_START_SECONDS)
     pool = Pool(tuple(option.spec(seed) for seed in range(most + 1)), router)
-    simulator = Simulator(pool, lambda served: None, prefix_block=prefix_block)
-    simulator.run(_repeated(arrivals), until=seconds)
+    end, last, longest = 0.0, seconds / 3.0, seconds + _SHRINK_SECONDS * most
+
+    def load() -> Iterator[Arrival]:
+        nonlocal end
+        for each in _repeated(arrivals):
+            end = each.at
+            if end >= longest or (end >= seconds and not _shrank(router.sizes, end - last)):
+                return
+            yield each
+
+    Simulator(pool, lambda served: None, prefix_block=prefix_block).run(load())
     wanted: defaultdict[int, float] = defaultdict(float)
-    since = 2.0 * seconds / 3.0
-    for (at, number), (until, _) in pairwise([*router.sizes, (seconds, 0)]):
-        wanted[number] += max(0.0, until - max(at, since))
+    for (at, number), (until, _) in pairwise([*router.sizes, (end, 0)]):
+        wanted[number] += max(0.0, until - max(at, end - last))
     return max(wanted, key=wanted.__getitem__)
+
+
+def _shrank(sizes: Sequence[tuple[float, int]], since: float) -> bool:
+    """Whether fewer replicas are wanted now than at ``since``."""
+    before = next((number for at, number in reversed(sizes) if at <= since), sizes[0][1])
+    return sizes[-1][1] < before
 
 
 def _repeated(arrivals: Sequence[Arrival]) -> Iterator[Arrival]:
