@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from typing import Final
 
 from paceline.core.policies.fcfs import FcfsPolicy, PolicyContext
 from paceline.core.queues.request_queue import WaitingQueue
-from paceline.core.request import Request
+from paceline.core.request import ORDER
 
 __all__ = ["StaticPolicy"]
+
+_NONE: Final = (-math.inf, 0)
 
 
 class StaticPolicy(FcfsPolicy):
@@ -22,18 +25,14 @@ class StaticPolicy(FcfsPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        # requests of the batch that one step's tokens had no room for yet
-        self._left = 0
+        # the place in the queue of the batch's last request
+        self._last = _NONE
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
         if num_running == 0:
-            self._left = min(len(waiting), self._context.config.max_num_seqs)
+            batch = heapq.nsmallest(self._context.config.max_num_seqs, waiting, key=ORDER)
+            self._last = batch[-1].order if batch else _NONE
             return None
+        head = waiting.peek()
         # no moment ends the wait, but the end of the last running request
-        return None if self._left > 0 else math.inf
-
-    def served(self, request: Request, num_prompt: int, num_output: int) -> None:
-        self._left -= num_output == 0
-
-    def sampled(self, requests: Sequence[Request]) -> None:
-        """Count nothing: a batch is made of requests, however long they are."""
+        return None if head is not None and head.order <= self._last else math.inf

@@ -211,6 +211,16 @@ def test_static_admits_only_when_the_batch_is_empty() -> None:
     began = {new.request_id: step for step, plan in enumerate(driver.plans)
              for new in plan.new_requests}  # fmt: skip
     assert max(began[f"r{index}"] for index in range(3)) < 5 < 9 <= began["later"]
+    # one of them that ends before it is started leaves no place to those that came later
+    driver = Driver(policy="static", max_num_batched_tokens=16, num_blocks=256)
+    driver.add(*(make_request(f"r{index}", range(index, index + 14), 9) for index in range(3)))
+    driver.step()
+    driver.scheduler.abort(["r2"])
+    driver.add(make_request("later", range(50, 60), 2, arrival=driver.now))
+    driver.run()
+    began = {new.request_id: step for step, plan in enumerate(driver.plans)
+             for new in plan.new_requests}  # fmt: skip
+    assert began["r1"] + 8 < began["later"]
     # and urgent requests wait like others
     driver = Driver(policy="static", num_blocks=256)
     driver.add(make_request("long", 4, 30, slo=Slo(best_effort=True)))
