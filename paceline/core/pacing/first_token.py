@@ -21,7 +21,7 @@ from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.running import place
 from paceline.core.queues.wait_clocks import Reason
-from paceline.core.request import Forecast, ForecastKind, Request
+from paceline.core.request import ORDER, Forecast, ForecastKind, Request
 from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -221,9 +221,9 @@ class FirstTokenForecast:
         requests that will be late are demoted; and whether triage keeps it: otherwise all that are
         kept go before it."""
         targets, now = self._targets, request.asked.arrival_time
-        order = self._state.policy.service_order(targets.targeted)
-        first = list(islice(order, MAX_TRIAGED))
-        first.insert(min(len(first), max(0, self._num_ahead(request)[0])), request)
+        first = list(islice(self._state.policy.service_order(targets.targeted), MAX_TRIAGED))
+        before, outside, num_outside = self._targeted_ahead(request)
+        first.insert(before, request)
         lacking, each = (self._pace * self._lasting(0.0, n) for n in (self._num_lacking, 1.0))
         left_out = set(targets.left_out(first, now + rest + lacking, each))
         num = tokens = 0
@@ -231,10 +231,24 @@ class FirstTokenForecast:
             if other not in left_out:
                 wait = self._until(num, tokens, boosted=False)
                 if other is request:
-                    return wait, True
+                    return self._until(num + num_outside, tokens + outside, boosted=False), True
                 if now + wait <= first_token_due(other):
                     num, tokens = num + 1, tokens + other.num_lacking_tokens
-        return self._until(num, tokens, boosted=False), False
+        return self._until(num + num_outside, tokens + outside, boosted=False), False
+
+    def _targeted_ahead(self, request: Request) -> tuple[int, float, int]:
+        """Return how many waiting requests that triage judges are before it; and of the others
+        before it, which all keep their places, the prompt tokens and the number."""
+        targets, (num, tokens) = self._targets, self._num_ahead(request)
+        if num <= 0:
+            return 0, 0.0, 0
+        if self._state.policy.keeps_tenants_apart:
+            # keys do not tell then which request goes first
+            judged = round(num * len(targets.dues) / len(self._state.waiting.ordinary))
+        else:
+            before = [bisect_left(r, request.order, key=ORDER) for r in targets.targeted.values()]
+            judged = min(num, sum(before))
+        return judged, tokens * (num - judged) / num, num - judged
 
     def _outside(self, request: Request, wait: float) -> float:
         """Return the seconds that ordinary work adds for a best-effort or late request: its like

@@ -13,10 +13,11 @@ from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Forecast, ForecastKind, Request
-from paceline.core.slo import MAX_SECONDS
+from paceline.core.slo import MAX_SECONDS, Slo
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 from paceline.errors import QueueFullError
+from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 
 NEWCOMER = make_request("new", 100)
@@ -420,3 +421,18 @@ def test_what_becomes_of_boosted_requests_says_nothing_of_the_others() -> None:
     after = forecast.predict(other)
     assert before is not None and forecast.predict(boosted) == before
     assert after is not None and after > 5.0 * before
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "sjf", "priority", "static"])
+def test_requests_without_targets_that_go_first_are_waited_for(policy: str) -> None:
+    machine = Machine(
+        policy=policy, max_num_seqs=16, max_num_batched_tokens=64, max_predicted_ttft_s=60.0
+    )
+    for number in range(20):
+        machine.add(make_request(f"plain{number}", 240, 2))
+    machine.add(make_request("targeted", 240, 2, slo=Slo(ttft=1.0)))
+    newcomer = make_request("newcomer", 240, 2, slo=Slo(ttft=1.0))
+    machine.add(newcomer)
+    while not newcomer.output_token_ids:
+        machine.step()
+    assert newcomer.history.predicted_ttft == pytest.approx(machine.now, rel=0.25)
