@@ -15,12 +15,9 @@ from paceline.core.scheduler import Scheduler
 from paceline.speculation import draft_choice
 from tests.replay import base as bases
 from tests.replay.base import NoBaseError, named_base, unpack_core
-from tests.replay.observe import Core, policies
+from tests.replay.observe import Core
 from tests.replay.scenarios import play
 from tests.replay.side_by_side import compare
-
-# policies that BASE does not have
-LATER = {"static"}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +31,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Core:
 @pytest.mark.parametrize(
     "seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.thorough)]
 )
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - LATER))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_decisions_are_those_of_the_base(base: Core, policy: str, seeds: range) -> None:
-    assert not LATER & set(policies(base))
     for seed in seeds:
         played = compare(base, (policy, seed))
         assert played.difference is None, (
