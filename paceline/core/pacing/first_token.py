@@ -223,18 +223,15 @@ class FirstTokenForecast:
         targets, now = self._targets, request.asked.arrival_time
         first = list(islice(self._state.policy.service_order(targets.targeted), MAX_TRIAGED))
         before, outside, num_outside = self._targeted_ahead(request)
+        before = min(before, len(first))
         first.insert(before, request)
         lacking, each = (self._pace * self._lasting(0.0, n) for n in (self._num_lacking, 1.0))
         left_out = set(targets.left_out(first, now + rest + lacking, each))
-        num = tokens = 0
-        for other in first:
-            if other not in left_out:
-                wait = self._until(num, tokens, boosted=False)
-                if other is request:
-                    return self._until(num + num_outside, tokens + outside, boosted=False), True
-                if now + wait <= first_token_due(other):
-                    num, tokens = num + 1, tokens + other.num_lacking_tokens
-        return self._until(num + num_outside, tokens + outside, boosted=False), False
+        num, tokens, kept = 0, 0, request not in left_out
+        for other in (r for r in first[: before if kept else None] if r not in left_out):
+            if now + self._until(num, tokens, boosted=False) <= first_token_due(other):
+                num, tokens = num + 1, tokens + other.num_lacking_tokens
+        return self._until(num + num_outside, tokens + outside, boosted=False), kept
 
     def _targeted_ahead(self, request: Request) -> tuple[int, float, int]:
         """Return how many waiting requests that triage judges are before it; and of the others

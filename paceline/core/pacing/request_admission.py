@@ -187,18 +187,15 @@ class RequestAdmission:
             raise self._refusal("queue-share", why, predicted)
         if tenants is None:
             return
-        adapter: str | None = None
-        running = [r for r in self._state.running.requests if r.asked.tenant == asked.tenant]
-        if not tenants.has_others(asked.tenant):
-            adapter = adapter_of(request)
-            if not tenants.has_other_flows(asked.tenant, adapter):
-                return
-            running = [r for r in running if adapter_of(r) == adapter]
-        own = tenants.unfinished(asked.tenant, adapter) - len(running)
+        adapter = None if tenants.has_others(asked.tenant) else adapter_of(request)
+        if adapter is not None and not tenants.has_other_flows(asked.tenant, adapter):
+            return
+        running = (r for r in self._state.running.requests if r.asked.tenant == asked.tenant)
+        own = tenants.unfinished(asked.tenant, adapter)
+        own -= sum(adapter is None or adapter_of(r) == adapter for r in running)
         if own + num_forks >= _PER_PLACE * left:
-            whose = "of this tenant" if adapter is None else "for this adapter"
-            if adapter == "":
-                whose = "without an adapter"
+            named = {None: "of this tenant", "": "without an adapter"}
+            whose = named.get(adapter, "for this adapter")
             why = f"{own} requests {whose} wait already, and the {left + num_forks} places "
             why += f"left of {limit} are for others{wanted}"
             raise self._refusal("queue-share", why, predicted)

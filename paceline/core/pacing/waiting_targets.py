@@ -22,15 +22,9 @@ from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
 __all__ = [
-    "MAX_TRIAGED",
-    "DueEntry",
-    "WaitingTargets",
-    "all_in_time",
-    "due_entry",
-    "first_token_due",
-    "is_deadline_batch",
-    "triage",
-]
+    "MAX_TRIAGED", "DueEntry", "WaitingTargets", "all_in_time", "due_entry", "first_token_due",
+    "is_deadline_batch", "triage",
+]  # fmt: skip
 
 # most waiting requests in one triage, as the work of that many takes longer than targets last
 MAX_TRIAGED: Final = 256
