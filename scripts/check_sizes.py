@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (8_253, ("core/**/*",), 7_800),
+    "core": (8_399, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
         3_096,
@@ -27,23 +27,23 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
         2_900,
     ),
     "speculation": (1_126, ("speculation/**/*",), 1_000),
-    "checkpoints": (8_184, ("checkpoints/**/*",), 6_900),
-    "backends": (10_588, ("backends/**/*",), 9_600),
+    "checkpoints": (8_209, ("checkpoints/**/*",), 6_900),
+    "backends": (10_682, ("backends/**/*",), 9_600),
     "timeline": (1_851, ("timeline/**/*",), 1_700),
-    "engine": (12_009, ("engine/**/*",), 7_000),
+    "engine": (12_423, ("engine/**/*",), 7_000),
     "http": (3_581, ("http/**/*",), 3_000),
-    "routing": (2_107, ("routing/**/*",), 1_200),
-    "server, web": (22_309, ("server/**/*", "web/**/*"), 18_900),
-    "gateway": (13_915, ("gateway/**/*",), 8_300),
-    "vllm": (2_241, ("vllm/**/*",), 1_700),
-    "quantize": (2_320, ("quantize/**/*",), 1_100),
-    "fleet": (1_788, ("fleet/**/*",), 2_000),
+    "routing": (2_445, ("routing/**/*",), 1_200),
+    "server, web": (22_544, ("server/**/*", "web/**/*"), 18_900),
+    "gateway": (14_942, ("gateway/**/*",), 8_300),
+    "vllm": (2_254, ("vllm/**/*",), 1_700),
+    "quantize": (2_430, ("quantize/**/*",), 1_100),
+    "fleet": (1_878, ("fleet/**/*",), 2_000),
     "client": (1_837, ("client/**/*",), 1_800),
-    "bench": (2_114, ("bench/**/*",), 1_200),
-    "sim": (7_263, ("sim/**/*",), 6_700),
-    "cli": (10_973, ("cli/**/*",), 7_400),
-    "benchmarks": (21_020, ("../benchmarks/**/*",), 13_500),
-    "tests": (105_385, ("../tests/**/*",), 83_000),
+    "bench": (2_182, ("bench/**/*",), 1_200),
+    "sim": (7_627, ("sim/**/*",), 6_700),
+    "cli": (11_287, ("cli/**/*",), 7_400),
+    "benchmarks": (22_585, ("../benchmarks/**/*",), 13_500),
+    "tests": (108_757, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 
