@@ -154,25 +154,13 @@ class FirstTokenForecast:
         """Return the forecast, with ``rest`` seconds left of the running step; None before anything
         was measured. ``others_demoted``: requests that will be late are assumed to be demoted."""
         state, last = self._state, self._state.last
-        for known, actual, demoted in last.first_tokens:
-            # the outcome of a request demoted, or kept, against its forecast says nothing of others
-            if known.kind.late == demoted and not self._displaces:
-                self._learn(known, actual)
-        last.first_tokens.clear()
+        self._learn_outcomes()
         if not state.step_time.ready:
             return None
         if self._seen != last.version:
             self._seen = last.version
             self._look()
-        predict, step = state.step_time.predict, self._tokens_per_step
-        if request.boosted:
-            # its prompt is computed whole if a step has room for it, whatever the others lack
-            room = state.config.max_num_batched_tokens - self._base.narrow_rows
-            step = max(2, min(request.num_new_tokens, room))
-        num_steps = -(-request.num_new_tokens // step)
-        last_tokens = max(2, request.num_new_tokens - (num_steps - 1) * step)
-        prompt = rest + (num_steps - 1) * predict(self._base.plus(0, step))
-        prompt += predict(self._base.plus(0, last_tokens)) + num_steps * state.chunk.away_s
+        prompt = self._prompt_seconds(request, rest)
         priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
         kind = ForecastKind(request.tier, priority, request.boosted, late=False)
         bias = self.bias(kind)
@@ -199,6 +187,27 @@ class FirstTokenForecast:
             return Forecast(kind._replace(late=late), seconds, seconds, 0.0, 0.0)
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
         return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
+
+    def _learn_outcomes(self) -> None:
+        first_tokens = self._state.last.first_tokens
+        for known, actual, demoted in first_tokens:
+            # the outcome of a request demoted, or kept, against its forecast says nothing of others
+            if known.kind.late == demoted and not self._displaces:
+                self._learn(known, actual)
+        first_tokens.clear()
+
+    def _prompt_seconds(self, request: Request, rest: float) -> float:
+        """Return the seconds for a prompt whose first step begins in ``rest`` seconds."""
+        state, step = self._state, self._tokens_per_step
+        predict = state.step_time.predict
+        if request.boosted:
+            # its prompt is computed whole if a step has room for it, whatever the others lack
+            room = state.config.max_num_batched_tokens - self._base.narrow_rows
+            step = max(2, min(request.num_new_tokens, room))
+        num_steps = -(-request.num_new_tokens // step)
+        last_tokens = max(2, request.num_new_tokens - (num_steps - 1) * step)
+        seconds = rest + (num_steps - 1) * predict(self._base.plus(0, step))
+        return seconds + predict(self._base.plus(0, last_tokens)) + num_steps * state.chunk.away_s
 
     def seconds_each(self, request: Request) -> float:
         """Return the seconds between requests like this one if they are served one after another
