@@ -54,7 +54,7 @@ def by_hand() -> Forest:
     )  # fmt: skip
     nodes = np.array([(1, 0.5, 1, 2, 0.4), (0, -2, 1, 1, 0.1), (0, -2, 2, 2, 0.9)], node)
     linear = Scorer(0.0, np.zeros(4, np.float32), np.zeros(3, np.float32))
-    return Forest(linear, np.zeros(1, np.uint32), nodes)
+    return Forest.of_nodes(linear, np.zeros(1, np.uint32), nodes)
 
 
 def test_a_tree_by_hand() -> None:
