@@ -139,7 +139,8 @@ def test_nothing_that_was_said_is_told() -> None:
     watched.add(request)
     watched.run()
     for token in (*request.asked.prompt_token_ids, *request.output_token_ids):
-        assert token < 128 or token.to_bytes(4, "little") not in watched.data
+        # one byte and three zeros are in the times, too
+        assert token < 256 or token.to_bytes(4, "little") not in watched.data
     start = next(f for f in watched.frames if isinstance(f, Told) and f.type is FrameType.START)
     assert start.told["max_num_seqs"] == 8
 

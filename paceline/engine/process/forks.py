@@ -163,6 +163,9 @@ def is_forked() -> bool:
                 return True
             codes[pid] = ends[1]
             os.close(ends[0])
+            # the fork does it, too: its group is there before its number is told
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
             server.send(_PID.pack(pid))
     except OSError:
         return False
