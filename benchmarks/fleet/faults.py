@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -195,18 +196,9 @@ def faults(times: int, streams: int, chosen: dict[str, Fault], fleet_lines: str 
     ):  # fmt: skip
         asyncio.run(fleet.settled())
         for name, fault in chosen.items():
-            runs = []
-            for _ in range(times):
-                found = asyncio.run(_under_streams(fleet, fault, streams))
-                runs.append(found.counts())
-                for error in found.errors():
-                    print(f"  {name}: {error}", file=sys.stderr)
-            rows[name] = {
-                "runs": times,
-                **{key: sum(run[key] for run in runs) for key in _SUMS},
-                "gap_p99_s": round(max(run["gap_p99_s"] for run in runs), 3),
-            }
-            print(f"  {name}: {rows[name]}", file=sys.stderr, flush=True)
+            rows[name] = isolated.repeated(
+                name, times, partial(_under_streams, fleet, fault, streams)
+            )
     return rows
 
 
@@ -231,13 +223,10 @@ def _of_ray(
                 fault = {"GCS and replica killed": _gcs_killed(cluster)}
                 runs.append(faults(1, streams, fault, lines)["GCS and replica killed"])
         rows["GCS and replica killed"] = {
-            **{key: sum(run[key] for run in runs) for key in ("runs", *_SUMS)},
+            **{key: sum(run[key] for run in runs) for key in ("runs", *isolated.SUMS)},
             "gap_p99_s": max(run["gap_p99_s"] for run in runs),
         }
     return rows, idle_mb
-
-
-_SUMS: Final = ("streams", "failed", "lost", "doubled")
 
 
 def main() -> int:
@@ -266,7 +255,7 @@ def main() -> int:
         found, idle_mb = _of_ray(times, streams, only, idle_mb)
         rows |= found
     told: dict[str, Any] = {"runs": sum(row["runs"] for row in rows.values())}
-    told |= {key: sum(row[key] for row in rows.values()) for key in _SUMS}
+    told |= {key: sum(row[key] for row in rows.values()) for key in isolated.SUMS}
     told["gap_p99_s"] = max((row.get("gap_p99_s", 0.0) for row in rows.values()), default=None)
     FOUND.parent.mkdir(exist_ok=True)
     FOUND.write_text(json.dumps({**told, "rows": rows, "idle_mb": idle_mb, "unmeasured": missing}))

@@ -22,7 +22,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ _NULL_VOCAB: Final = 259
 _LEASE: Final = 20
 # the gateway's and the controllers' networks; a host's address ends in 11 or 12
 _DATA, _WORDS = "10.77.0", "10.77.1"
-_SUMS: Final = ("streams", "failed", "lost", "doubled")
+SUMS: Final = ("streams", "failed", "lost", "doubled")
 
 
 def command() -> list[str]:
@@ -150,6 +151,25 @@ async def _state_full(fleets: tuple[Fleet, Fleet]) -> None:
     assert len(fleet.records()) == 1
     filler.unlink()
     await fleet.settled([record.name])
+
+
+def repeated(
+    name: str, times: int, once: Callable[[], Coroutine[Any, Any, Streams]]
+) -> dict[str, Any]:
+    """Let a fault happen ``times``; return its counts together, and print them."""
+    runs = []
+    for _ in range(times):
+        found = asyncio.run(once())
+        runs.append(found.counts())
+        for error in found.errors():
+            print(f"  {name}: {error}", file=sys.stderr)
+    row = {
+        "runs": times,
+        **{key: sum(run[key] for run in runs) for key in SUMS},
+        "gap_p99_s": round(max(run["gap_p99_s"] for run in runs), 3),
+    }
+    print(f"  {name}: {row}", file=sys.stderr, flush=True)
+    return row
 
 
 async def _under_streams(fleets: tuple[Fleet, Fleet], fault: Any, streams: int) -> Streams:
@@ -284,18 +304,7 @@ def main() -> int:
             for each in fleets:
                 asyncio.run(each.settled())
             for name, fault in chosen.items():
-                runs = []
-                for _ in range(times):
-                    found = asyncio.run(_under_streams(fleets, fault, streams))
-                    runs.append(found.counts())
-                    for error in found.errors():
-                        print(f"  {name}: {error}", file=sys.stderr)
-                rows[name] = {
-                    "runs": times,
-                    **{key: sum(run[key] for run in runs) for key in _SUMS},
-                    "gap_p99_s": round(max(run["gap_p99_s"] for run in runs), 3),
-                }
-                print(f"  {name}: {rows[name]}", file=sys.stderr, flush=True)
+                rows[name] = repeated(name, times, partial(_under_streams, fleets, fault, streams))
     print(json.dumps(rows))
     return 0
 

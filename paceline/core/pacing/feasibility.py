@@ -56,7 +56,7 @@ class Feasibility:
         self._triaged_at, self._since_triage = -1, 0
 
     def is_late(self, request: Request, now: float) -> bool:
-        """Whether it would miss its TTFT target even if nothing else were computed from now on."""
+        """Return whether it would miss its TTFT target even if nothing else were computed."""
         if (
             request.tier is not Tier.ORDINARY
             or request.targets.ttft is None
@@ -78,9 +78,9 @@ class Feasibility:
     def endangers(
         self, late: Request, now: float, others: Others, passed: Sequence[Request] = ()
     ) -> bool:
-        """Whether a late request must be demoted: for one that can meet its target and waits or has
-        a prompt to compute, or for best effort with a deadline. Requests without targets would gain
-        nothing that they asked for, and streams keep their pace whatever else runs. If all others
+        """Return whether a late request must be demoted: for one that can meet its target and waits
+        or has a prompt to compute, or for best effort with a deadline. Requests without targets
+        would gain nothing that they asked for, and streams keep their pace whatever else runs. If all others
         have targets, it is demoted for late ones among them and for requests to come as well.
         ``passed`` waited, and were taken from the queue in this step."""
         if self.deadlines.pressing:
@@ -168,5 +168,5 @@ class Feasibility:
 
 
 def _without_ttft_target(request: Request) -> bool:
-    """Whether the request never had a target for its first token."""
+    """Return whether the request never had a target for its first token."""
     return request.slo.ttft is None

@@ -219,7 +219,7 @@ class FirstTokenForecast:
         return alone / max(_ROOM, self._share.left_over(request, request.asked.arrival_time))
 
     def _crowds(self, request: Request, rest: float) -> bool:
-        """Whether this newcomer and the waiting requests may not all be on time."""
+        """Return whether this newcomer and the waiting requests may not all be on time."""
         starts, tokens = request.asked.arrival_time + rest, self._num_lacking
         each = self._pace * self._lasting(0.0, 1.0)
         crowded = not self._targets.in_time(starts, tokens + request.num_new_tokens, each)

@@ -62,19 +62,19 @@ class TenantShares:
 
     @property
     def are_several(self) -> bool:
-        """Whether requests of more than one tenant arrived lately; or of more than one flow of a
-        tenant, which has so many now that one more, of another flow, would be light."""
+        """Return whether requests of more than one tenant arrived lately; or of more than one flow
+        of a tenant, which has so many now that one more, of another flow, would be light."""
         if len(self._recent) > 1 or len(self._lately) <= 1:
             return len(self._recent) > 1
         flows = sum(map(len, self._flows.values())) + 1
         return flows <= _LIGHT * (self._num_unfinished + 1)
 
     def has_others(self, tenant: str) -> bool:
-        """Whether a tenant other than ``tenant`` has requests, or had some lately."""
+        """Return whether a tenant other than ``tenant`` has requests, or had some lately."""
         return any(len(known) > (tenant in known) for known in (self._unfinished, self._recent))
 
     def has_other_flows(self, tenant: str, adapter: str) -> bool:
-        """Whether a tenant has, or had lately, requests for others than ``adapter``."""
+        """Return whether a tenant has, or had lately, requests for others than ``adapter``."""
         lately = {flow for name, flow in self._lately if name == tenant}
         own = self._flows.get(tenant, ())
         return any(len(known) > (adapter in known) for known in (own, lately))
@@ -86,8 +86,8 @@ class TenantShares:
         return self._flows.get(tenant, Counter())[adapter]
 
     def is_light(self, tenant: str, adapter: str = "") -> bool:
-        """Whether a tenant with one more request has at most half of its share of all requests; or
-        has at most its share, and one more for ``adapter`` is at most half of that flow's.
+        """Return whether a tenant with one more request has at most half of its share of all
+        requests; or has at most its share, and one more for ``adapter`` is at most half of that flow's.
 
         A tenant above its share gains nothing by the number of its flows.
         """

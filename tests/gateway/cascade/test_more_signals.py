@@ -126,6 +126,16 @@ def vector(*values: float) -> Step:
     return Step(parts=(json.dumps(data | {"usage": {"prompt_tokens": 3}}).encode(),), stream=False)
 
 
+def embedding(path: str, *tiers: str) -> tuple[ModelConfig, ...]:
+    """Models of a cascade whose prompts are embedded by the engines of ``tiers``."""
+    decided = CascadeConfig(small="small", mode="route", calibration=path, embeddings="vectors")
+    return (
+        ModelConfig(name="chat", tiers=(("e2:m",),), cascade=decided),
+        ModelConfig(name="small", tiers=(("e1:m",),)),
+        ModelConfig(name="vectors", tiers=tuple((tier,) for tier in tiers)),
+    )
+
+
 @pytest.mark.parametrize(
     ("answer", "who", "why"),
     [
@@ -138,16 +148,7 @@ def vector(*values: float) -> Step:
 async def test_embedding_of_the_prompt(tmp_path: Path, answer: Step, who: str, why: str) -> None:
     signals = Signals(embeddings="vectors", num_values=2)
     path = calibration(tmp_path, signals=signals, weights={"embedding": 9.0}, modes=("route",))
-    models = (
-        ModelConfig(
-            name="chat", tiers=(("e2:m",),),
-            cascade=CascadeConfig(
-                small="small", mode="route", calibration=path, embeddings="vectors",
-            ),
-        ),
-        ModelConfig(name="small", tiers=(("e1:m",),)),
-        ModelConfig(name="vectors", tiers=(("e3:m",),)),
-    )  # fmt: skip
+    models = embedding(path, "e3:m")
     async with three(SMALL, LARGE, answer, models=models) as (*_, third, http):
         response = await http.post(CHAT, json=asked())
         assert third.bodies[0] == {"input": "hi", "model": "m"}
@@ -159,16 +160,7 @@ async def test_embedding_of_the_prompt(tmp_path: Path, answer: Step, who: str, w
 async def test_another_models_vector_says_nothing(tmp_path: Path) -> None:
     signals = Signals(embeddings="vectors", num_values=2)
     path = calibration(tmp_path, signals=signals, weights={"embedding": 9.0}, modes=("route",))
-    models = (
-        ModelConfig(
-            name="chat", tiers=(("e2:m",),),
-            cascade=CascadeConfig(
-                small="small", mode="route", calibration=path, embeddings="vectors",
-            ),
-        ),
-        ModelConfig(name="small", tiers=(("e1:m",),)),
-        ModelConfig(name="vectors", tiers=(("e3:m",), ("e4:m",))),
-    )  # fmt: skip
+    models = embedding(path, "e3:m", "e4:m")
     engines = (SMALL, LARGE, refused(503), vector(3.0, 4.0))
     async with three(*engines, models=models) as (*_, other, http):
         response = await http.post(CHAT, json=asked())
