@@ -87,7 +87,8 @@ class TenantShares:
 
     def is_light(self, tenant: str, adapter: str = "") -> bool:
         """Return whether a tenant with one more request has at most half of its share of all
-        requests; or has at most its share, and one more for ``adapter`` is at most half of that flow's.
+        requests; or has at most its share, and one more for ``adapter`` is at most half of that
+        flow's.
 
         A tenant above its share gains nothing by the number of its flows.
         """
