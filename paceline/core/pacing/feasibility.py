@@ -81,8 +81,8 @@ class Feasibility:
         """Return whether a late request must be demoted: for one that can meet its target and waits
         or has a prompt to compute, or for best effort with a deadline. Requests without targets
         would gain nothing that they asked for, and streams keep their pace whatever else runs. If
-        all others have targets, it is demoted for late ones among them and for requests to come as well.
-        ``passed`` waited, and were taken from the queue in this step."""
+        all others have targets, it is demoted for late ones among them and for requests to come as
+        well. ``passed`` waited, and were taken from the queue in this step."""
         if self.deadlines.pressing:
             return True
         waiting = self._state.waiting
