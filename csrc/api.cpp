@@ -141,6 +141,10 @@ int paceline_forward(PacelineModel* model, const PacelineStep* step) {
   return guarded([&] { model->model.forward(*step); });
 }
 
+int64_t paceline_hand_over(PacelineModel* model, const int64_t* wanted, void (*offer)(void), double slice) {
+  return model->model.hand_over(wanted, offer, slice);
+}
+
 PacelineAdapter* paceline_adapter(const PacelineModel* model, const int64_t* ranks, const float* scales, int floats) {
   Adapter* made = nullptr;
   guarded([&] { made = new Adapter(model->model.adapted_products(), ranks, scales, floats != 0); });

@@ -233,8 +233,28 @@ void Model::forward(const PacelineStep& step) {
   prepare(step);
   if (step.tokens == 0) return;
   last_mark_ = profile_ ? seconds_now() : 0;
+  offered_ = wanted_ ? seconds_now() : 0;
   paces_.settle(team_.size());
   team_.run([&](int member) { run_step(step, member); });
+}
+
+int64_t Model::hand_over(const int64_t* wanted, void (*offer)(), double slice) {
+  wanted_ = wanted;
+  offer_ = offer;
+  slice_ = slice;
+  return int64_t(layers_.size());
+}
+
+bool Model::is_wanted() const {
+  // another process writes it at any time
+  return wanted_ && __atomic_load_n(wanted_, __ATOMIC_RELAXED) != 0 && seconds_now() - offered_ >= slice_;
+}
+
+void Model::pause(int member) {
+  const double taken = team_.pause(member, offer_);
+  if (member != 0) return;
+  offered_ = seconds_now();
+  last_mark_ += taken;
 }
 
 Model::Share Model::share_of(int member, int64_t rows) {
@@ -389,6 +409,8 @@ void Model::run_step(const PacelineStep& step, int member) {
     multiply(member, share, layer.qkv, nullptr, 0, Epilogue::kStore, qkv + share.begin * qkv_stride, qkv_stride, false,
              adapted);
     mark(member, kQkv);
+    // all see it behind the barrier that follows, and have seen it when it is written again
+    if (member == 0) pausing_ = is_wanted();
     rope_and_store(member, share, step, layer, int64_t(i), qkv);
     if (share.alone) {
       alone += seconds_now() - since;
@@ -396,6 +418,7 @@ void Model::run_step(const PacelineStep& step, int member) {
       team_.barrier();
     }
     mark(member, kRope);
+    if (pausing_) pause(member);
     if (last && step.sampled == 0) return;
     attend(member, step, layer, last, attended);
     if (share.alone) since = seconds_now();

@@ -132,6 +132,8 @@ class Model {
   void ready();
   // throws std::invalid_argument; then nothing has run
   void forward(const PacelineStep& step);
+  // see paceline_native.h
+  int64_t hand_over(const int64_t* wanted, void (*offer)(), double slice);
   void copy_blocks(const int64_t* from, const int64_t* to, int64_t count);
 
   // see paceline_native.h; throw std::invalid_argument
@@ -176,6 +178,9 @@ class Model {
   // inside Team::run, by every member
   void run_step(const PacelineStep& step, int member);
   void mark(int member, Section section);
+  // whether the processors are to be offered to others now
+  bool is_wanted() const;
+  void pause(int member);
   struct Shape {
     Acts acts;
     int64_t bytes;   // of one encoded row
@@ -319,6 +324,11 @@ class Model {
   Sampler sampler_;
   // [sampled, vocab] of steps that want the likeliest tokens alone
   Memory logits_;
+  // as hand_over was told; when the processors were offered last, and whether they are in this layer
+  const int64_t* wanted_ = nullptr;
+  void (*offer_)() = nullptr;
+  double slice_ = 0, offered_ = 0;
+  bool pausing_ = false;
   bool profile_ = false;
   double last_mark_ = 0;
   std::array<double, kSections> seconds_{};

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 21
+#define PACELINE_ABI 22
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -135,6 +135,10 @@ int paceline_ready(PacelineModel* model);
 void* paceline_piece(PacelineModel* model, int64_t index, int64_t* bytes);
 int paceline_restored(PacelineModel* model);
 int paceline_forward(PacelineModel* model, const PacelineStep* step);
+/* From now on forward calls `offer` between two layers while *wanted, which other processes may change, is not zero,
+ * but not within `slice` seconds of its last return or of the step's begin; meanwhile no thread of the team computes.
+ * Returns how many times a step may. Null: never. */
+int64_t paceline_hand_over(PacelineModel* model, const int64_t* wanted, void (*offer)(void), double slice);
 /* Low-rank additions to a model's products: y += scale * B (A x). ranks and scales: [layers, 7] of q, k, v, o, gate,
  * up and down, rank 0 where there is none; floats: values are kept in float32, else in bfloat16. The model may be at
  * work meanwhile, and both calls may come from another thread. a: [rank, columns], b: [rows, rank]. */

@@ -19,7 +19,6 @@ namespace {
 // spin gains nothing on an idle machine, and doubles a step's time where another process takes one of
 // two processors.
 constexpr int kSpins = 100;
-constexpr int kYields = 2000;
 // Between steps the processor is left to whoever makes the next plan.
 constexpr int kIdleYields = 0;
 
@@ -132,7 +131,21 @@ void Team::stop() {
   threads_.clear();
 }
 
-void Team::barrier() {
+double Team::pause(int member, void (*f)()) {
+  double taken = 0;
+  if (member == 0) {
+    const double began = seconds_now();
+    f();
+    taken = seconds_now() - began;
+    // it is no part of the run, and no neighbour was in the way
+    slept += taken;
+    began_ += taken;
+  }
+  meet(0);
+  return taken;
+}
+
+void Team::meet(int yields) {
   const int members = size();
   if (members == 1) return;
   const int generation = generation_.load(std::memory_order_acquire);
@@ -142,7 +155,7 @@ void Team::barrier() {
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
   } else {
-    wait_change(generation_, generation, kYields);
+    wait_change(generation_, generation, yields);
   }
 }
 

@@ -379,7 +379,7 @@ def _take_turns(backend: ModelBackend, page: str, weight: float) -> Sharing | No
     if backend.info.device != "cpu" or not isinstance(backend, SharingBackend):
         return None
     turn = Turn(Path(page), weight)
-    backend.take_turns(turn)
+    turn.serve(backend)
     return turn
 
 

@@ -35,7 +35,12 @@ from paceline.backends.machine.yielding import Beside, at_once
 from paceline.backends.native import Kinds, choose_kinds
 from paceline.backends.pooling.load import make_runner
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
-from paceline.backends.runner.interface import CopyableModel, ModelLoader, PoolMemory
+from paceline.backends.runner.interface import (
+    CopyableModel,
+    ModelLoader,
+    PoolMemory,
+    YieldingModel,
+)
 from paceline.backends.runner.model_runner import ModelRunner
 from paceline.checkpoints.gguf.shards import weight_files
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
@@ -74,12 +79,14 @@ Loaded: TypeAlias = tuple[Runner, BackendInfo, ModelAdapters | None]
 
 
 def _in_turn(
-    turn: AbstractContextManager[object],
+    turn: AbstractContextManager[Callable[[], float]],
     run: Callable[[SchedulerOutput], StepResult],
     plan: SchedulerOutput,
 ) -> StepResult:
-    with turn:
-        return run(plan)
+    with turn as lent:
+        result = run(plan)
+        seconds = lent()
+    return replace(result, elapsed=result.elapsed - seconds) if seconds else result
 
 
 class WorkerBackend:
@@ -96,7 +103,7 @@ class WorkerBackend:
         self._mask_thread: ThreadPoolExecutor | None = None
         self._runner: Runner | None = None
         # None: no other engine computes on these processors
-        self._turn: AbstractContextManager[object] | None = None
+        self._turn: AbstractContextManager[Callable[[], float]] | None = None
         try:
             self._runner, self._info, self._adapters = self._executor.submit(build).result()
         except BaseException:
@@ -116,9 +123,17 @@ class WorkerBackend:
             return self._executor.submit(run, plan)
         return self._executor.submit(_in_turn, self._turn, run, plan)
 
-    def take_turns(self, turn: AbstractContextManager[object]) -> None:
-        """Compute each step within ``turn``."""
+    def take_turns(self, turn: AbstractContextManager[Callable[[], float]]) -> None:
+        """Compute each step within ``turn``, which says how many of its seconds it lent to others
+        meanwhile."""
         self._turn = turn
+
+    def hand_over(self, wanted: int, offer: Callable[[], None], slice_s: float) -> int:
+        """Call ``offer`` in steps, as ``YieldingModel.hand_over`` does; a model that computes a
+        step at once never does."""
+        if isinstance(self._runner, ModelRunner) and isinstance(self._runner.model, YieldingModel):
+            return self._runner.model.hand_over(wanted, offer, slice_s)
+        return 1
 
     def constrain(self, matchers: MatcherSource) -> None:
         assert self._runner is not None, "constrain() after close()"

@@ -17,6 +17,7 @@ __all__ = [
     "Draw",
     "Limits",
     "Logprobs",
+    "Offer",
     "Owner",
     "Step",
     "check",
@@ -28,9 +29,13 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 21
+ABI: Final = 22
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
+
+
+# of ``paceline_hand_over``; what it raises is printed and ignored
+Offer: Final = ctypes.CFUNCTYPE(None)
 
 
 class Step(ctypes.Structure):
@@ -104,6 +109,7 @@ _SIGNATURES: Final = {
     "paceline_piece": (c_void_p, (c_void_p, c_int64, POINTER(c_int64))),
     "paceline_restored": (c_int, (c_void_p,)),
     "paceline_forward": (c_int, (c_void_p, POINTER(Step))),
+    "paceline_hand_over": (c_int64, (c_void_p, c_void_p, Offer, c_double)),
     "paceline_adapter": (c_void_p, (c_void_p, c_void_p, c_void_p, c_int)),
     "paceline_adapter_set": (c_int, (c_void_p, c_int64, c_int, c_void_p, c_void_p)),
     "paceline_adapter_bytes": (c_int64, (c_void_p,)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import addressof
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +15,7 @@ from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.machine.yielding import Beside, at_once
 from paceline.backends.native.adapters import step_pointers
 from paceline.backends.native.config import NativeConfig, NativeSettings
-from paceline.backends.native.library import ABI, Owner, Step, check, digest, library
+from paceline.backends.native.library import ABI, Offer, Owner, Step, check, digest, library
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
 from paceline.backends.runner.interface import RowAdapter
@@ -273,6 +273,12 @@ class NativeModel(Owner):
         step.hidden = found.ctypes.data
         check(self._library.paceline_forward(self.handle, ctypes.byref(step)))
         return found
+
+    def hand_over(self, wanted: int, offer: Callable[[], None], slice_s: float) -> int:
+        """Call ``offer`` between layers of a step while the 64 bits at the address ``wanted`` are
+        not zero, at most every ``slice_s`` seconds; return the number of layers."""
+        self._offer = Offer(offer)
+        return int(self._library.paceline_hand_over(self.handle, wanted, self._offer, slice_s))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers, in order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -148,6 +148,10 @@ class NativeStep:
         weight, epsilon = self._norm
         squares = np.square(x).mean(axis=-1, keepdims=True)
         return np.asarray(x / np.sqrt(squares + epsilon) * weight, dtype=np.float32)
+
+    def hand_over(self, wanted: int, offer: Callable[[], None], slice_s: float) -> int:
+        """Implement ``interface.YieldingModel.hand_over``."""
+        return self._model.hand_over(wanted, offer, slice_s)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._model.copy_blocks(pairs)

@@ -144,7 +144,7 @@ class NullBackend:
     def constrain(self, matchers: MatcherSource) -> None:
         self._matchers = matchers
 
-    def take_turns(self, turn: AbstractContextManager[object]) -> None:
+    def take_turns(self, turn: AbstractContextManager[Callable[[], float]]) -> None:
         """Compute each step within ``turn``."""
         self._turn = turn
 

@@ -32,6 +32,7 @@ __all__ = [
     "Scorer",
     "StepModel",
     "WindowedModel",
+    "YieldingModel",
 ]
 
 # [rows, vocab] in float32
@@ -119,6 +120,16 @@ class WindowedModel(Protocol):
     def place(self, given: Sequence[WindowBlock]) -> None:
         """Assign window blocks to blocks from now on, in order. Between steps; a block's first
         assignment comes before the block is written."""
+
+
+@runtime_checkable
+class YieldingModel(Protocol):
+    """A ``StepModel`` that can stop within a step while others compute on its processors."""
+
+    def hand_over(self, wanted: int, offer: Callable[[], None], slice_s: float) -> int:
+        """Call ``offer`` between layers from now on, from the model's thread, while the 64 bits at
+        the address ``wanted`` are not zero, ``slice_s`` seconds apart at least. Return how many
+        times a step can call it."""
 
 
 class Sampler(Protocol):

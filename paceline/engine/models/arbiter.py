@@ -37,6 +37,8 @@ class Contender:
     due: float = math.inf
     # predicted seconds of the step
     seconds: float = 0.0
+    # seconds for which it computes before it can stop in a step
+    slice: float = math.inf
     weight: float = 1.0
     # seconds that it computed lately
     used: float = 0.0
@@ -45,16 +47,15 @@ class Contender:
 def choose_turn(contenders: Sequence[Contender], now: float) -> int | None:
     """Return the slot of the engine that computes next; None: none wants to.
 
-    Those that would be late after one more step of another come first, earliest due first; else
-    the one that has used least by its weight.
+    Those that would be late after one more step of another, or a slice of it, come first, earliest
+    due first; else the one that has used least by its weight.
     """
     if not contenders:
         return None
-    longest = sorted((each.seconds for each in contenders), reverse=True)
 
     def pressed(each: Contender) -> bool:
-        others = longest[0] if each.seconds != longest[0] or len(longest) == 1 else longest[1]
-        return each.due < now + each.seconds + others
+        others = (min(other.seconds, other.slice) for other in contenders if other is not each)
+        return each.due < now + each.seconds + max(others)
 
     pressing = [each for each in contenders if len(contenders) > 1 and pressed(each)]
     if pressing:

@@ -2,7 +2,7 @@
 
 ::
 
-    header    whose turn it is, since when, number of slots that were ever used
+    header    whose turn it is, since when, number of slots that were ever used, whether one waits
     slots     one for each engine that computes, or loads or ends (``loading``)
 
 A file lock guards it, which the system releases when its holder dies. This module does not know
@@ -11,6 +11,7 @@ whose turn is next.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import math
 import mmap
@@ -31,10 +32,12 @@ __all__ = ["LATELY", "Page", "Slot", "TurnUse", "lives", "make_page", "read_uses
 # seconds without a step after which an engine is not counted as a neighbour
 LATELY: Final = 1.0
 _SLOTS: Final = 128
-# slot of the holder, from 1, 0: none; since when; number of slots that were ever used
-_HEAD: Final = struct.Struct("<qdq")
+# slot of the holder, from 1, 0: none; since when; number of slots that were ever used; 1: an engine
+# waits for the turn, which steps that can stop read themselves
+_HEAD: Final = struct.Struct("<qdqq")
+_WANTED: Final = struct.calcsize("<qdq")
 # see ``Slot``
-_SLOT: Final = struct.Struct("<q" + "d" * 8 + "qq")
+_SLOT: Final = struct.Struct("<q" + "d" * 9 + "qq")
 # shortest and longest wait for the page's lock, s, which is held for microseconds; and the time
 # after which it is not waited for
 _SHORTEST_WAIT: Final = 1e-5
@@ -56,6 +59,8 @@ class Slot(NamedTuple):
     active: float = 0.0
     # longest step of others that its tokens' pace allows
     limit: float = math.inf
+    # seconds for which it computes before it can stop in a step; infinite: it cannot
+    slice: float = math.inf
     # seconds that it has waited for turns, and times that it computed without
     waited: float = 0.0
     overruns: int = 0
@@ -94,6 +99,7 @@ class Page:
         """Take a slot. Raises ConfigError where none is left."""
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._page = mmap.mmap(self._fd, _HEAD.size + _SLOTS * _SLOT.size)
+        self._wanted: ctypes.c_int64 | None = None
         with self.locked():
             slots = self.slots()
             free = [n for n, each in enumerate(slots) if not each.pid or not lives(each.pid)]
@@ -103,12 +109,20 @@ class Page:
             if self.holder()[0] == self.me:
                 self.hold(None)
             count = max(len(slots), self.me + 1)
-            _HEAD.pack_into(self._page, 0, *_HEAD.unpack_from(self._page)[:2], count)
+            holder, since, _, wanted = _HEAD.unpack_from(self._page)
+            _HEAD.pack_into(self._page, 0, holder, since, count, wanted)
             self.set(self.me, slot)
+
+    def wanted_address(self) -> int:
+        """Return the address of 64 bits that are not zero while an engine waits. It holds until
+        ``close``, and this view's memory as long as the process."""
+        self._wanted = ctypes.c_int64.from_buffer(self._page, _WANTED)
+        return ctypes.addressof(self._wanted)
 
     def close(self) -> None:
         """Close this view; its slot was emptied."""
-        self._page.close()
+        if self._wanted is None:
+            self._page.close()
         os.close(self._fd)
 
     @contextmanager
@@ -133,15 +147,20 @@ class Page:
 
     def holder(self) -> tuple[int | None, float]:
         """Return whose turn it is, and since when."""
-        holder, since, _ = _HEAD.unpack_from(self._page)
+        holder, since, _, _ = _HEAD.unpack_from(self._page)
         return (holder - 1 if holder else None), since
 
-    def hold(self, slot: int | None, now: float = 0.0) -> None:
+    def hold(self, slot: int | None, now: float = 0.0, *, wanted: bool = False) -> None:
+        """Give the turn to a slot; ``wanted``: another one waits for it."""
         count = _HEAD.unpack_from(self._page)[2]
-        _HEAD.pack_into(self._page, 0, 0 if slot is None else slot + 1, now, count)
+        _HEAD.pack_into(self._page, 0, 0 if slot is None else slot + 1, now, count, wanted)
+
+    def want(self) -> None:
+        """Say that an engine waits."""
+        _HEAD.pack_into(self._page, 0, *_HEAD.unpack_from(self._page)[:3], 1)
 
     def slots(self) -> list[Slot]:
-        count = _HEAD.unpack_from(self._page)[2]
+        count: int = _HEAD.unpack_from(self._page)[2]
         used = self._page[_HEAD.size : _HEAD.size + count * _SLOT.size]
         return [Slot(*each) for each in _SLOT.iter_unpack(used)]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +90,46 @@ def test_four_bits_of_a_file_that_has_more_name_the_command(tmp_path: Path) -> N
     assert "KL of 0.3 nats a token on a model of 135M" in said["q4"]
     assert f"paceline quantize {tmp_path / 'm2.5'} -o m2.5-q4.gguf" in said["q4"]
     assert "quantize" not in said["int8"]
+
+
+class _Lender:
+    """A turn whose owner lends it in each step, for 50 ms."""
+
+    def __init__(self) -> None:
+        self.wanted, self.lent = ctypes.c_int64(1), 0.0
+
+    def offer(self) -> None:
+        time.sleep(0.05)
+        self.lent, self.wanted.value = 0.05, 0
+
+    def __enter__(self) -> Callable[[], float]:
+        return lambda: self.lent
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="native kernels are lacking")
+@pytest.mark.parametrize("compute", ["native", "torch"])
+def test_seconds_that_a_step_lends_are_not_its_own(tmp_path: Path, compute: str) -> None:
+    save_model(tmp_path, "llama", hidden_size=96, intermediate_size=128)
+    backend, lender = load(tmp_path, compute=compute, block_size=16), _Lender()
+    expected = Plans(backend).generate(PROMPT, 4).output
+    address = ctypes.addressof(lender.wanted)
+    slices = backend.hand_over(address, lender.offer, 0.0)
+    assert slices == (3 if compute == "native" else 1)
+    backend.take_turns(lender)
+    plans = Plans(backend)
+    plans.add("r", PROMPT)
+    began = time.monotonic()
+    plan = plans.plan({"r": len(PROMPT)})
+    result = backend.execute(plan).result(60)
+    whole = time.monotonic() - began
+    # by the torch path nothing is lent
+    assert lender.lent == (0.05 if compute == "native" else 0.0)
+    assert 0 < result.elapsed <= whole - lender.lent
+    plans.take(plan, result)
+    assert plans.sequences["r"].tokens[len(PROMPT)] == expected[0]
+    backend.close()
 
 
 def test_close(llama_folder: Path) -> None:

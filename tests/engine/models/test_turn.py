@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -117,8 +122,6 @@ def test_an_engine_that_is_stopped_with_the_page_locked_keeps_no_other(page: Pat
 
 
 def test_neighbours_are_those_that_compute_lately(page: Path) -> None:
-    import time
-
     one, other = Turn(page), Turn(page)
     now = time.monotonic()
     assert one.neighbours(now) == (0.0, math.inf)
@@ -140,6 +143,81 @@ def test_a_place_is_free_again_after_its_engine(page: Path) -> None:
     assert read_uses(page) == []
 
 
+def test_a_step_lends_the_turn_to_one_that_would_be_late_and_goes_on(page: Path) -> None:
+    large, small = Turn(page), Turn(page)
+    backend = _Sliced(slices=10)
+    large.serve(backend)
+    large.planned(1.0, math.inf, math.inf)
+    with large as lent:
+        assert not backend.wanted.value
+        # nobody else is there
+        large.offer()
+        due = time.monotonic() + 0.05
+        small.planned(0.01, due, 0.1)
+        order: list[str] = []
+
+        def compute() -> None:
+            with small:
+                order.append("small")
+                time.sleep(0.03)
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        while not backend.wanted.value:
+            time.sleep(0.001)
+        assert order == []
+        backend.offer()
+        order.append("large")
+        assert order == ["small", "large"]
+        assert 0.03 <= lent() < 1.0
+        thread.join()
+        assert not backend.wanted.value
+        # a step of it may be as long as its slices leave the small one's pace
+        assert large.neighbours(time.monotonic())[1] == pytest.approx(10 * (0.9 * 0.1 - 0.01))
+    large_use, small_use = read_uses(page)
+    assert large_use.waited_seconds >= 0.03 > small_use.waited_seconds - 0.5
+    assert small_use.used_seconds >= 0.03
+    large.close()
+    small.close()
+
+
+def test_a_step_keeps_the_turn_for_one_that_is_early_and_has_used_more(page: Path) -> None:
+    large, small = Turn(page), Turn(page)
+    backend = _Sliced(slices=10)
+    large.serve(backend)
+    with large:
+        pass
+    with small:
+        time.sleep(0.05)
+    large.planned(1.0, math.inf, math.inf)
+    with large as lent:
+        thread = threading.Thread(target=small.__enter__)
+        thread.start()
+        while not backend.wanted.value:
+            time.sleep(0.001)
+        backend.offer()
+        assert lent() < 0.01 and backend.wanted.value
+    thread.join()
+    small.__exit__(None, None, None)
+    large.close()
+    small.close()
+
+
+class _Sliced:
+    """A backend whose steps can stop."""
+
+    def __init__(self, slices: int) -> None:
+        self._slices = slices
+
+    def take_turns(self, turn: AbstractContextManager[Callable[[], float]]) -> None:
+        self.turn = turn
+
+    def hand_over(self, wanted: int, offer: Callable[[], None], slice_s: float) -> int:
+        self.wanted = ctypes.c_int64.from_address(wanted)
+        self.offer = offer
+        return self._slices
+
+
 class _Neighbours:
     """Processors with a busy neighbour; counts what a core says, and its turns."""
 
@@ -154,9 +232,10 @@ class _Neighbours:
     def planned(self, seconds: float, due: float, tightest_tpot: float) -> None:
         self.plans.append((seconds, due, tightest_tpot))
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Callable[[], float]:
         assert not self.has_turn
         self.turns, self.has_turn = self.turns + 1, True
+        return lambda: 0.0
 
     def __exit__(self, *_: object) -> None:
         self.has_turn = False
@@ -196,6 +275,10 @@ def test_the_turn_goes_to_who_would_be_late_then_to_who_used_least() -> None:
     assert choose_turn([idle, early], 3.0) == 0
     sooner = Contender(slot=4, since=2.5, used=99.0, seconds=0.02, due=3.05)
     assert choose_turn([idle, late, sooner], 3.0) == 4
+    # one that can stop after 0.01 s leaves the late one its time
+    sliced = Contender(slot=0, since=1.0, seconds=0.1, slice=0.01, used=5.0)
+    assert choose_turn([sliced, late], 3.0) == 0
+    assert choose_turn([sliced, late], 3.09) == 3
 
 
 def test_a_neighbour_leaves_the_pace_of_targets() -> None:
