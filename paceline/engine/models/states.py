@@ -37,6 +37,9 @@ __all__ = ["Action", "Load", "ModelStates", "Unload"]
 _MOST_NAMED: Final = 20
 # a model stays in memory for this multiple of its load's time at least
 _STAYS: Final = 2.0
+# and for this part of a swap after its last request: callers whose answers end with one step
+# ask again within moments
+_LINGERS: Final = 0.25
 # loads that may end an engine one after another, and seconds for which the model then rests
 _MOST_CRASHES: Final = 2
 _RESTS: Final = 60.0
@@ -280,7 +283,9 @@ class ModelStates:
         ]
         if (head := self._head()) is not None:
             times += [
-                self._stays_until(model) for model in self.models.values() if self._may_go(model)
+                self._stays_until(model, head)
+                for model in self.models.values()
+                if self._may_go(model)
             ]
             times += [
                 self._closes_at(model, head)
@@ -349,7 +354,11 @@ class ModelStates:
             self._room_for = None
             self._open_all()
             return Load(head)
-        able = [m for m in self.models.values() if self._may_go(m) and now >= self._stays_until(m)]
+        able = [
+            model
+            for model in self.models.values()
+            if self._may_go(model) and now >= self._stays_until(model, head)
+        ]
         if (going := victims(self._residents(able, now), lacking, places)) is not None:
             self._begin_swap(head, now)
             return Unload(self.models[going[0]], "room")
@@ -386,10 +395,13 @@ class ModelStates:
         ]
         return min(out, key=_since, default=None)
 
-    def _closes_at(self, model: Model, head: Model) -> float:
+    def _swap_seconds(self, head: Model) -> float:
         # before the first swap the load alone is known
         load = self.loads.predict(head.name, head.account.total)
-        swap = max(load, self.swaps.known(head.name) or 0.0)
+        return max(load, self.swaps.known(head.name) or 0.0)
+
+    def _closes_at(self, model: Model, head: Model) -> float:
+        swap = self._swap_seconds(head)
         most = self._switch_wait
         most = max(_SWITCH_SECONDS, _SWITCH_LOADS * swap) if most is None else most
         return closes_at(_since(head), model.loaded_at, swap, most)
@@ -422,8 +434,13 @@ class ModelStates:
     def _may_go(self, model: Model) -> bool:
         return self._is_idle(model) and not model.spec.pinned
 
-    def _stays_until(self, model: Model) -> float:
-        return model.loaded_at + _STAYS * model.load_seconds
+    def _stays_until(self, model: Model, head: Model) -> float:
+        """Return until when an idle model stays, whatever ``head`` waits for."""
+        lingers = model.last_used + _LINGERS * self._swap_seconds(head)
+        return max(
+            model.loaded_at + _STAYS * model.load_seconds,
+            min(lingers, self._closes_at(model, head)),
+        )
 
     def _all_fit(self) -> bool:
         total = sum(m.account.total for m in self.models.values() if m.state is not State.FAILED)

@@ -61,13 +61,38 @@ def test_an_idle_model_makes_room_and_one_in_use_does_not_at_once() -> None:
     waits = states.ask("b", 5.0)
     assert states.next(5.0) is None and states.models["a"].state is State.READY
     states.leave(held, 5.5)
-    action = states.next(5.5)
+    # its caller may ask again at once: for a quarter of a swap of half a second
+    assert states.next(5.5) is None
+    wake_at = states.wake_at(5.5)
+    assert wake_at == pytest.approx(5.5 + 0.25 * states.loads.predict("b", 10))
+    action = states.next(wake_at)
     assert isinstance(action, Unload) and action.reason == "room"
     states.unloaded(action.model, action.reason)
     action = states.next(5.6)
     assert isinstance(action, Load)
     states.loaded_as(action.model, action.model.account, 0.4, 6.0)
     assert waits.is_granted and states.evictions["room"] == 1
+
+
+def test_callers_of_one_step_who_ask_again_are_served_before_a_swap() -> None:
+    states = ModelStates([_spec("a"), _spec("b")], 15)
+    _load(states, "a", 0.0)
+    _load(states, "b", 100.0)
+    _load(states, "a", 200.0)
+    now, waits = 300.0, states.ask("b", 300.0)
+    closes = now + 5.0 * max(0.5, states.swaps.known("b") or 0.0)
+    while now < closes:
+        # both end at once, and come back after 10 ms
+        held = [states.ask("a", now) for _ in range(2)]
+        now += 0.3
+        for ticket in held:
+            states.leave(ticket, now)
+        if now < closes:
+            assert states.next(now) is None and not waits.is_granted
+            assert states.models["a"].state is State.READY
+        now += 0.01
+    # past the time that it has at most, it goes at once
+    assert isinstance(states.next(now), Unload)
 
 
 def test_a_busy_model_stops_its_intake_in_time_and_those_behind_come_next() -> None:
