@@ -3,7 +3,7 @@
 ::
 
     --model NAME=PATH[,keep-alive=5m][,pin][,weight=2][,alias=OTHER][,fallback=OTHER]
-            [,FLAG[=VALUE]...]
+            [,cpus=0-3][,FLAG[=VALUE]...]
 
 FLAG is any of the engine's flags, without its dashes; a comma within a value is written ``\\,``.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.backends.machine.topology import allowed_cpus, format_list, parse_list
 from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, memory_size
 from paceline.cli.flags.options import (
     DEFAULT_MODEL,
@@ -58,6 +59,8 @@ class GivenModel:
     weight: float = 1.0
     # answers in its place while it is not in memory; empty: none
     fallback: str = ""
+    # processors that it computes on alone; None: all, in turns with others
+    cpus: frozenset[int] | None = None
     # flags of its own
     flags: tuple[str, ...] = ()
     # found in ``--models-dir``, where a broken file stops nothing
@@ -83,8 +86,8 @@ def add_models_options(parser: argparse.ArgumentParser) -> None:
         action=_Flag,
         metavar="MODEL",
         help="the same as the argument MODEL; or NAME=MODEL with ,keep-alive=5m ,pin ,weight=2 "
-        ",alias=OTHER ,fallback=OTHER and any flag of the engine's for this model alone, such as "
-        ",dtype=q4 (docs/operate/several-models.md)",
+        ",alias=OTHER ,fallback=OTHER ,cpus=0-3 and any flag of the engine's for this model alone, "
+        "such as ,dtype=q4 (docs/operate/several-models.md)",
     )
     group.add_argument(
         "--models-dir",
@@ -208,7 +211,7 @@ def _parse(text: str) -> GivenModel:
         raise ConfigError(f"--model {text}: give NAME=MODEL, with a name that has no * or \\")
     aliases: list[str] = []
     flags: list[str] = []
-    keep_alive, pinned, weight, fallback = None, False, 1.0, ""
+    keep_alive, pinned, weight, fallback, cpus = None, False, 1.0, "", None
     for option in options:
         flag, has_value, value = option.partition("=")
         try:
@@ -222,6 +225,8 @@ def _parse(text: str) -> GivenModel:
                 aliases.append(value)
             elif flag == "fallback":
                 fallback = value
+            elif flag == "cpus":
+                cpus = _cpus(value)
             elif flag == "pin" and not has_value:
                 pinned = True
             else:
@@ -230,8 +235,23 @@ def _parse(text: str) -> GivenModel:
             raise ConfigError(f"--model {name}: {flag}: {error}") from None
     return GivenModel(
         model=model, name=name, aliases=tuple(aliases), keep_alive=keep_alive, pinned=pinned,
-        weight=weight, fallback=fallback, flags=tuple(flags),
+        weight=weight, fallback=fallback, cpus=cpus, flags=tuple(flags),
     )  # fmt: skip
+
+
+def _cpus(text: str) -> frozenset[int]:
+    usable = allowed_cpus()
+    if usable is None:
+        raise argparse.ArgumentTypeError("this system does not bind processes to processors")
+    try:
+        cpus = parse_list(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not cpus or not cpus <= usable:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be of the processors that this server may use, {format_list(usable)}"
+        )
+    return cpus
 
 
 def _may_name(text: str) -> bool:

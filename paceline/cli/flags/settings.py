@@ -87,6 +87,8 @@ class EngineSettings:
     # are no others
     turn: str | None = None
     turn_weight: float = 1.0
+    # processors that this engine may use; None: those of the server
+    cpus: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         load = self.load

@@ -102,7 +102,9 @@ def prepare(
                 made = made.changed(kv_cache_bytes=kv_bytes)
             made = replace(
                 few_bits(made, makes=False).settings, model_name=name,
-                timeline=timeline and not settings, turn=str(turns), turn_weight=given.weight,
+                timeline=timeline and not settings, turn_weight=given.weight,
+                turn=None if _is_alone(given, models) else str(turns),
+                cpus=None if given.cpus is None else tuple(sorted(given.cpus)),
             )  # fmt: skip
             if args.record is not None:
                 made = replace(made, record=f"{Path(args.record).resolve()}.{len(settings)}")
@@ -138,6 +140,14 @@ def prepare(
     named = tuple(spec.name for spec, given in zip(specs, models, strict=True) if not given.found)
     return Several(
         specs=tuple(specs), settings=settings, arguments=arguments, named=named, memory=memory
+    )
+
+
+def _is_alone(given: GivenModel, models: Sequence[GivenModel]) -> bool:
+    """Return whether no other model computes on any of a model's processors."""
+    others = [each for each in models if each is not given]
+    return given.cpus is not None and all(
+        each.cpus is not None and not each.cpus & given.cpus for each in others
     )
 
 

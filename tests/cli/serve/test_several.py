@@ -17,6 +17,7 @@ from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.model_options import GivenModel, given_models, model_arguments
 from paceline.cli.flags.options import chosen_model
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.main import build_parser
 from paceline.cli.serve import engine_process
 from paceline.cli.serve.several import prepare
@@ -46,6 +47,39 @@ def test_one_model_is_what_it_was() -> None:
     assert given_models(args) == ()
     with pytest.raises(ConfigError, match="two models are given"):
         chosen_model(args)
+
+
+def test_a_model_with_processors_of_its_own_takes_no_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+    def turns(*models: str) -> list[tuple[bool, tuple[int, ...] | None]]:
+        args = _parsed(*(each for model in models for each in ("--model", model)))
+        given = given_models(args)
+        several = prepare(_serve_parser(), args, given, timeline=False, turns=tmp_path / "turns")
+        return [(each.turn is not None, each.cpus) for each in several.settings.values()]
+
+    assert turns(r"a=null,cpus=0-1\,3", "b=null,cpus=2") == [(False, (0, 1, 3)), (False, (2,))]
+    assert turns("a=null,cpus=0-1", "b=null,cpus=1-2") == [(True, (0, 1)), (True, (1, 2))]
+    # one that may use all shares with each
+    assert turns("a=null,cpus=0", "b=null,cpus=1", "c=null") == [
+        (True, (0,)), (True, (1,)), (True, None),
+    ]  # fmt: skip
+    for wrong in ("cpus=4", "cpus=", "cpus=2-1", "cpus=x"):
+        with pytest.raises(ConfigError, match="--model a: cpus"):
+            turns(f"a=null,{wrong}", "b=null")
+
+
+def test_an_engine_runs_on_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[object] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *given: bound.append(given))
+    for cpus in (None, (0, 2)):
+        core, _ = engine_process.build(
+            EngineSettings(backend="null", model_name="m", model_path=None, cpus=cpus).to_json()
+        )
+        core.close()
+    assert bound == [(0, [0, 2])]
 
 
 def test_a_path_with_an_equals_sign_is_a_path(tmp_path: Path) -> None:
