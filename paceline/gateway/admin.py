@@ -16,6 +16,7 @@ from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.routes import Routes
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import KINDS
+from paceline.gateway.settings.prices import show_amount
 from paceline.gateway.upstreams.capabilities import CAPABILITIES
 from paceline.gateway.upstreams.registry import UpstreamRegistry
 from paceline.gateway.upstreams.state import state_of
@@ -40,6 +41,12 @@ def pool_in(path: str) -> str:
     return match[1] if match else ""
 
 
+class HasStatus(Protocol):
+    """Cascades, which lie above."""
+
+    def status(self) -> Mapping[str, Any]: ...
+
+
 class GatewayState(Protocol):
     """The state that other routes than those of requests read: ``Gateway``."""
 
@@ -55,6 +62,9 @@ class GatewayState(Protocol):
     policy: DataPolicy
     draining: bool
     in_flight: int
+
+    @property
+    def cascades(self) -> HasStatus: ...
 
 
 def as_json(status: int, value: object) -> AdminAnswer:
@@ -164,13 +174,20 @@ class AdminRoutes:
                 }
                 for upstream in gateway.upstreams.by_name.values()
             },
+            "currency": gateway.config.currency,
             "spend": gateway.spending.status(),
+            # since the gateway began
+            "models": {
+                name: {"spent": show_amount(amount)}
+                for name, amount in gateway.spending.by_model.items()
+            },
+            "cascades": gateway.cascades.status(),
         }
         return as_json(200, told)
 
     def _render_metrics(self, key: str) -> AdminAnswer:
         gateway = self._gateway
-        gateway.metrics.spent(*gateway.spending.spent_today())
+        gateway.metrics.spent(*gateway.spending.spent_today(), gateway.spending.by_model)
         now = gateway.now()
         for name, pool in gateway.upstreams.pools.items():
             heard = pool.known is not None

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.errors import ConfigError
 from paceline.gateway.admin import AdminRoutes, as_json, pool_in
@@ -49,12 +49,12 @@ from paceline.gateway.upstreams.discovery import Discovery, resolve
 from paceline.gateway.upstreams.registry import UpstreamRegistry
 from paceline.http.body_writer import BODY_WRITER
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
-from paceline.http.keys import KeyRing
+from paceline.http.keys import KeyRing, is_page
 from paceline.http.rate_limits.limiter import Hold, RateLimiter
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.slow_readers import SlowReaders
 from paceline.http.upstream import Headers
-from paceline.http.web import refuse_other_origins
+from paceline.http.web import refuse_other_origins, refuse_strange_names
 from paceline.routing import Demand, HedgeBudget, RetryBudget, prefix_chain
 from paceline.routing.prefixes import PREFIX_BLOCK_BYTES
 
@@ -83,12 +83,20 @@ _EXPECTED_SHARE: Final = 0.5
 
 
 class Gateway:
-    """ASGI application over the engines of one configuration."""
+    """ASGI application over the engines of one configuration.
+
+    Args:
+        page: answers what browsers ask for at ``/ui``; None: nothing does.
+    """
 
     def __init__(
-        self, config: GatewayConfig, keys: KeyRing, now: Callable[[], float] = time.monotonic
+        self,
+        config: GatewayConfig,
+        keys: KeyRing,
+        now: Callable[[], float] = time.monotonic,
+        page: ASGIApp | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._page = config, page
         self.now = now
         self.keys = keys
         self.upstreams = UpstreamRegistry(config, now, self._tick)
@@ -115,7 +123,7 @@ class Gateway:
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self.policy = data_policy(config)
-        self._cascades = _cascades(self, config, NO_CASCADES)
+        self.cascades = _cascades(self, config, NO_CASCADES)
         self._admin = AdminRoutes(self)
         self.stored = StoredObjects(self)
         self._counting = Counting(self, self.stored)
@@ -185,6 +193,13 @@ class Gateway:
                 raise HttpError(405, f"{path} takes {takes}, not {method}")
             await _send(send, *handler(incoming.tenant))
             return
+        if self._page is not None and self.config.ui and is_page(path):
+            if method not in ("GET", "HEAD"):
+                raise HttpError(405, f"{path} takes GET, not {method}")
+            if self.keys.is_empty:
+                refuse_strange_names(incoming.scope)
+            await self._page(incoming.scope, incoming.receive, send)
+            return
         if path in COUNTING:
             await self._counting.answer(incoming)
             return
@@ -217,7 +232,7 @@ class Gateway:
             route = await self.stored.bound(route, body, tenant)
         allowed = Allowed.parse(incoming.headers.get(b"x-paceline-allow"))
         asked = Asked(incoming, body, size, tokens, route, allowed)
-        answer = self._cascades.find(path, body, route)
+        answer = self.cascades.find(path, body, route)
         if answer is None:
             await self.relay(asked)
             return
@@ -346,7 +361,7 @@ class Gateway:
         """Switch to another configuration and return the changes in words. Running requests end
         under the old one."""
         before, policy = self.config, data_policy(config)
-        cascades = _cascades(self, config, self._cascades)
+        cascades = _cascades(self, config, self.cascades)
         told = await self.upstreams.change(config)
         if config.models != before.models:
             names = ", ".join(model.name for model in config.models) or "those of the engines"
@@ -363,7 +378,7 @@ class Gateway:
         self.config, self.keys = config, keys
         self.routes = Routes(config, self.upstreams.by_name, self.upstreams.pools)
         # no request may meet half of a configuration: all changes before the next await
-        self.policy, before_cascades, self._cascades = policy, self._cascades, cascades
+        self.policy, before_cascades, self.cascades = policy, self.cascades, cascades
         self.flow_control.change(config)
         self._picker.change(config.slow_factor)
         self.flow_control.pump()
@@ -377,15 +392,15 @@ class Gateway:
         self.spending.start()
         await self._discovery.start()
         await self.upstreams.start()
-        self._cascades.check()
+        self.cascades.check()
 
     async def begin_draining(self) -> None:
         """Take no new requests, and end what runs for no caller."""
         self.draining = True
-        await self._cascades.close()
+        await self.cascades.close()
 
     async def close(self) -> None:
-        await self._cascades.close()
+        await self.cascades.close()
         await self._discovery.close()
         await self.upstreams.close()
         await self.spending.close()

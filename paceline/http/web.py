@@ -8,6 +8,7 @@ name points at this server (DNS rebinding) for the same origin; the allowed host
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase, translate
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paceline.http.errors import HttpError
 from paceline.http.keys import OPEN_PATHS
 
-__all__ = ["add_web_middleware", "host_name", "refuse_other_origins"]
+__all__ = ["add_web_middleware", "host_name", "refuse_other_origins", "refuse_strange_names"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -41,6 +42,7 @@ _EXPOSED = (
 # makes the answer to a refused request from the error, the path and the request's id
 Refusal: TypeAlias = Callable[[HttpError, str, str], Response]
 
+_LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -81,6 +83,27 @@ def host_name(host: str) -> str:
     name, colon, port = host.lower().rpartition(":")
     # the colons of an IPv6 address do not precede a port
     return name if colon and port.isdigit() else host.lower()
+
+
+def refuse_strange_names(scope: Scope, otherwise: str = "") -> None:
+    """Raise HttpError 421 if a page of another name may have been made to point here.
+
+    That is the case if the connection came to a loopback address, and Host is not a name of this
+    machine. For servers that require no keys and have no list of hosts; ``otherwise``: what lets
+    another name.
+    """
+    try:
+        if not ipaddress.ip_address((scope.get("server") or ("",))[0]).is_loopback:
+            return
+    except ValueError:
+        # a Unix socket, which no browser reaches
+        return
+    if host_name(Headers(scope=scope).get("host", "")) not in _LOCAL_NAMES:
+        raise HttpError(
+            421,
+            "without keys, the page answers on this address to localhost, 127.0.0.1 and [::1] "
+            f"alone{otherwise}",
+        )
 
 
 def add_web_middleware(

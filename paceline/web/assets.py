@@ -86,8 +86,8 @@ class Assets:
         return _answer(request, self.page, "no-cache")
 
 
-def load_assets(folder: Path) -> Assets | None:
-    """Return the files of ``folder``; None, with a line in the log, if it has no page."""
+def load_assets(folder: Path, shell: str = _PAGE) -> Assets | None:
+    """Return the files of ``folder``; None, with a line in the log, if it has no page ``shell``."""
     found: dict[str, bytes] = {}
     size = 0
     for path in sorted(folder.rglob("*")):
@@ -98,15 +98,19 @@ def load_assets(folder: Path) -> Assets | None:
             if len(found) > _MAX_FILES or size > _MAX_BYTES:
                 _log.warning("ui_unserved reason=too_large files=%d bytes=%d", len(found), size)
                 return None
-    if _PAGE not in found:
+    if shell not in found:
         _log.warning("ui_unserved reason=no_page")
         return None
     digest = hashlib.sha256()
     for name, body in found.items():
         digest.update(f"{name}\0{len(body)}\0".encode() + body)
     version = digest.hexdigest()[:16]
-    page = Asset.of(found.pop(_PAGE).replace(_VERSION_MARK, version.encode()), ".html")
-    files = {name: Asset.of(body, Path(name).suffix) for name, body in found.items()}
+    page = Asset.of(found[shell].replace(_VERSION_MARK, version.encode()), ".html")
+    files = {
+        name: Asset.of(body, suffix)
+        for name, body in found.items()
+        if (suffix := Path(name).suffix) != ".html"
+    }
     return Assets(files, version, page)
 
 

@@ -17,7 +17,6 @@ types in.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
 from functools import lru_cache, partial
@@ -31,7 +30,7 @@ from starlette.responses import Response, StreamingResponse
 from paceline.http.errors import HttpError
 from paceline.http.fields import show
 from paceline.http.sse import STREAM_HEADERS
-from paceline.http.web import host_name
+from paceline.http.web import refuse_strange_names
 from paceline.server.generation.service import Service
 from paceline.server.transport.responses import answering
 from paceline.web.assets import BUILT_IN, Assets, load_assets
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ui_router"]
 
-_LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _FRAMES: Final = "application/octet-stream"
 _API_HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -193,23 +191,5 @@ async def _by_own_name(service: Service, handler: Handler, request: Request) -> 
 
 
 def _refuse_strange_names(request: Request, service: Service) -> None:
-    """Raise HttpError 421 if a page of another name may have been made to point here.
-
-    That is the case if no keys are required, the connection came to a loopback address, no list of
-    hosts is set, and Host is not a name of this machine.
-    """
-    if len(service.keys) or service.config.allowed_hosts:
-        return
-    address = (request.scope.get("server") or ("",))[0]
-    try:
-        if not ipaddress.ip_address(address).is_loopback:
-            return
-    except ValueError:
-        # a Unix socket, which no browser reaches
-        return
-    if host_name(request.headers.get("host", "")) not in _LOCAL_NAMES:
-        raise HttpError(
-            421,
-            "without keys, the page answers on this address to localhost, 127.0.0.1 and [::1] "
-            "alone; --allowed-host lets another name",
-        )
+    if not len(service.keys) and not service.config.allowed_hosts:
+        refuse_strange_names(request.scope, "; --allowed-host lets another name")

@@ -17,6 +17,7 @@ from paceline.gateway.streams.openai_stream import OpenAIStreamRelay, StreamRela
 from paceline.gateway.streams.passthrough_stream import PASSTHROUGH
 from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.listening import bind
+from paceline.web.gateway import answer as page
 from tests.gateway.fault_server import Engine, Step, chat_chunks, scripted
 
 __all__ = [
@@ -94,7 +95,7 @@ def configured(*engines: Engine, **fields: Any) -> GatewayConfig:
 async def gateway_over(
     config: GatewayConfig, keys: tuple[ApiKey, ...] = ()
 ) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
-    gateway = Gateway(config, KeyRing(keys))
+    gateway = Gateway(config, KeyRing(keys), page=page)
     server = make_server(gateway)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError
 from paceline.http.keys import ApiKey, is_page
 from paceline.server import ServerConfig, create_app
 from paceline.web.assets import BUILT_IN, load_assets
+from paceline.web.gateway import answer as gateway_page
 from paceline.web.routes import ui_router
 
 KEY = ApiKey.of("someone", "user", "a-key-of-some-length")
@@ -34,10 +35,10 @@ async def page(engine: LocalEngineClient) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def test_every_file_that_the_page_names_is_there_for_good(page: httpx.AsyncClient) -> None:
+async def files_of(page: httpx.AsyncClient) -> set[str]:
+    """Paths of all files that the page at /ui/ leads to, below whatever path a proxy has it at."""
     answer = await page.get("/ui/")
     assert answer.status_code == 200 and answer.headers["cache-control"] == "no-cache"
-    # whatever path a proxy has the page at
     shown = httpx.URL("/below/ui/")
     named = [str(shown.join(name)) for name in re.findall(r'(?:href|src)="([^"]+)"', answer.text)]
     assert len(named) >= 4 and all(path.startswith("/below/ui/v/") for path in named)
@@ -52,6 +53,13 @@ async def test_every_file_that_the_page_names_is_there_for_good(page: httpx.Asyn
         assert got.headers["cache-control"].endswith("immutable")
         for name in re.findall(r'(?:from |import\()"(\.[^"]+)"', got.text):
             named.append(str(httpx.URL(path).join(name)))
+    return seen
+
+
+async def test_every_file_that_a_page_names_is_there_for_good(page: httpx.AsyncClient) -> None:
+    app = httpx.ASGITransport(app=gateway_page)
+    async with httpx.AsyncClient(transport=app, base_url="http://127.0.0.1") as gateway:
+        seen = await files_of(page) | await files_of(gateway)
     modules = {path for path in seen if path.endswith(".js")}
     assert len(modules) == len(list(BUILT_IN.rglob("*.js"))), "a module that nothing imports"
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags.arguments import Parser, bounded_int
 
@@ -67,6 +67,9 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--check", action="store_true", help="check the file, print errors, and exit"
     )
     parser.add_argument(
+        "--no-ui", dest="ui", action="store_false", help="do not serve the page at /ui"
+    )
+    parser.add_argument(
         "--otlp-endpoint",
         metavar="URL",
         help="send a trace of every request to this OTLP/HTTP collector, such as "
@@ -95,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             EngineConfig(name=f"engine{number}", url=url)
             for number, url in enumerate(args.engine, 1)
         )
-        config = GatewayConfig(engines=engines, otlp_endpoint=args.otlp_endpoint or "")
+        config = GatewayConfig(engines=engines, otlp_endpoint=args.otlp_endpoint or "", ui=args.ui)
         check_config(config)
     keys = _keys(config)
     if args.check:
@@ -116,8 +119,14 @@ def run(args: argparse.Namespace) -> int:
         from paceline.gateway.lifecycle import serve_gateway
         from paceline.http.event_loop import new_event_loop
 
+        async def page(*call: Any) -> None:
+            # imported when a browser first asks
+            from paceline.web.gateway import answer
+
+            await answer(*call)
+
         async def serve() -> int:
-            gateway = Gateway(config, keys)
+            gateway = Gateway(config, keys, page=page)
 
             def read() -> tuple[GatewayConfig, KeyRing]:
                 again = _read(args)
@@ -150,6 +159,8 @@ def _read(args: argparse.Namespace) -> GatewayConfig:
     from paceline.gateway.settings.config import check_config, read_config
 
     config = read_config(args.config)
+    if not args.ui:
+        config = msgspec.structs.replace(config, ui=False)
     if args.otlp_endpoint is not None:
         config = msgspec.structs.replace(config, otlp_endpoint=args.otlp_endpoint)
         check_config(config)

@@ -60,6 +60,8 @@ class Spending:
             wall,
         )
         self._currency = config.currency
+        # amounts since the gateway began, by the model whose route requests took
+        self.by_model: dict[str, int] = {}
         self._keys = {key.name: key for key in config.keys}
 
     def start(self) -> None:
@@ -142,6 +144,8 @@ class Spending:
             amount = 0 if price is None else price.of(used, whole=not number)
             costs.append(Cost(name, model, used, amount))
         self._budgets.settle(charge.reservation, costs)
+        model, spent = charge.route.model, sum(cost.amount for cost in costs)
+        self.by_model[model] = self.by_model.get(model, 0) + spent
 
     def cost(self, endpoint: Endpoint, used: Used) -> int:
         """Return what a request costs at an endpoint; 0 where it has no price."""

@@ -86,6 +86,10 @@ class NoCascades:
     async def close(self) -> None:
         """End what still runs for no caller."""
 
+    def status(self) -> Mapping[str, Any]:
+        """Return what each cascade has decided, by its model."""
+        return {}
+
     def check(self) -> None:
         """Raise ConfigError if an engine has another model than a calibration was made with."""
 

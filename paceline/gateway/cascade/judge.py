@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -52,9 +52,13 @@ class Decision(msgspec.Struct, frozen=True):
         told: dict[str, object] = {"by": by, "model": model, "why": self.why}
         for name, value in (("score", self.score), ("threshold", self.threshold)):
             if value is not None:
-                # no score reaches 2, which stands for infinity: JSON has none
-                told[name] = round(min(value, 2.0), _DIGITS)
+                told[name] = _shown(value)
         return told
+
+
+def _shown(value: float | None) -> float | None:
+    """Round a score or threshold; no score reaches 2, which stands for infinity: JSON has none."""
+    return None if value is None else round(min(value, 2.0), _DIGITS)
 
 
 class _Scale:
@@ -101,8 +105,9 @@ class Judge:
         self._calibration: Calibration | None = None
         self._scales: dict[Mode, _Scale] = {}
         self.audit = Audit()
-        # predicted wait for the large model, as it was last
+        # predicted wait for the large model, and the decision by a score, as they were last
         self._wait = 0.0
+        self._last: Decision | None = None
         # models of engines that fit the calibration, as they were last listed
         self._fitting: dict[tuple[str, str], UpstreamModel] = {}
         # log-probabilities are used, and the small engine tells them as far as is known
@@ -139,6 +144,17 @@ class Judge:
     def has_scores(self) -> bool:
         """Whether anything but exact faults decides."""
         return bool(self._scales)
+
+    def status(self) -> dict[str, Any]:
+        """Return the mode, the bound that holds now, and the latest score and threshold."""
+        last = self._last or Decision(False, "")
+        return {
+            "small": self.config.small,
+            "mode": self.config.mode,
+            "max_loss": round(self._max_loss, _DIGITS),
+            "score": _shown(last.score),
+            "threshold": _shown(last.threshold),
+        }
 
     def mode_for(self, *, stream: bool) -> Mode:
         """Return how a request is decided: a whole answer has no prefix that is worth holding."""
@@ -202,7 +218,8 @@ class Judge:
             return Decision(False, "no embedding")
         score, threshold = scale.score(prompt, said), self._threshold(mode)
         scale.drift.saw(score)
-        return Decision(score >= threshold, "score", score, threshold)
+        self._last = Decision(score >= threshold, "score", score, threshold)
+        return self._last
 
     def _is_embedded(self, prompt: Prompt) -> bool:
         return len(prompt.embedding) == self._signals.num_values

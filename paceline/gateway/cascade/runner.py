@@ -13,7 +13,9 @@ one, that one answers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.gateway.cascade.asked import (
@@ -72,6 +74,10 @@ class Cascades(NoCascades):
             # several answers have no score; what may not leave has no choice, and needs none
             return None
         return partial(self.answer, judge)
+
+    def status(self) -> Mapping[str, Any]:
+        told = self._gateway.metrics.cascade
+        return {name: judge.status() | told(name) for name, judge in self._judges.items()}
 
     def check(self) -> None:
         for judge in self._judges.values():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from paceline.gateway.routing.routes import Endpoint
+from paceline.gateway.settings.prices import show_amount
 from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.exposition import Family, Histogram, Numbers, Registry
 
@@ -141,6 +142,12 @@ class GatewayMetrics:
             "Seconds since the pool's controller was last heard; NaN: not heard yet.",
             "pool",
         )
+        self._model_spend = self._of_model(
+            "gauge",
+            "model_spend",
+            "Spending since the gateway began, by the model whose engines were asked, in the "
+            "configuration's currency.",
+        )
         self._spend = self.registry.numbers(
             "gauge",
             f"{_PREFIX}spend_today",
@@ -218,8 +225,25 @@ class GatewayMetrics:
         self._requests.at(engine, result).value += 1
         self._seconds.at(engine).observe(seconds)
 
-    def spent(self, named: Mapping[str, float], others: float) -> None:
-        """Set today's spending: of each key that the configuration names, and of all others."""
+    def cascade(self, model: str) -> dict[str, Any]:
+        """Return what was counted of a cascade, for people."""
+        by = {who: int(self._cascaded.value(model, who)) for who in ("small", "escalated", "large")}
+        audited = int(self._audited.value(model))
+        return {
+            "answered": by,
+            "handed_off": 1.0 - by["small"] / sum(by.values()) if any(by.values()) else None,
+            "saved": self._saved.value(model),
+            "wasted_tokens": int(self._wasted.value(model)),
+            "audited": audited,
+            "audited_loss": self._audited_loss.value(model) if audited else None,
+            "alarm": self._alarm.value(model) > 0.0,
+        }
+
+    def spent(self, named: Mapping[str, float], others: float, by_model: Mapping[str, int]) -> None:
+        """Set spending: today's of each key that the configuration names, and of all others; and
+        each model's since the gateway began."""
+        for name, spent in by_model.items():
+            self._model_spend.at(name).value = float(show_amount(spent))
         for name, amount in (*named.items(), ("", others)):
             self._spend.at(name).value = amount
 

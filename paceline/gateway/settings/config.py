@@ -135,6 +135,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     spend_storage: str = "paceline-spend.sqlite"
     host: str = "127.0.0.1"
     port: int = 8080
+    # whether the page at /ui is served
+    ui: bool = True
     # file of keys, as for ``paceline serve``
     api_key_file: str = ""
     # limit per key, or per caller's address without keys: "60/minute", "100000/day"; "": none

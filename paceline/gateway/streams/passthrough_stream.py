@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -88,7 +88,8 @@ def _what_begins(name: bytes, payload: bytes) -> str:
 @dataclass(slots=True, eq=False, kw_only=True)
 class PassthroughRelay(StreamRelay):
     """Relay of unchanged streams: Anthropic's messages and OpenAI's responses. These are not
-    resumed, have no room for notes, and no template, as their events have names.
+    resumed and have no template, as their events have names. A cascade's note goes into the last
+    event; other notes are in the headers alone.
 
     Events are held back until the first one with output: an engine that fails earlier leaves no
     trace, and the request can start over on another one.
@@ -111,12 +112,18 @@ class PassthroughRelay(StreamRelay):
     _num_deltas: int = 0
     _counted: int | None = None
     _held: bytes = b""
+    # for the last event
+    _note: Mapping[str, Any] = field(default_factory=dict)
     # the reason of the end is known: later errors do not matter
     _is_said: bool = False
 
     @property
     def num_output_tokens(self) -> int:
         return self._num_deltas if self._counted is None else self._counted
+
+    def annotate(self, note: Mapping[str, Any]) -> None:
+        if "cascade" in note:
+            self._note = note
 
     def begin_attempt(self, *, by_text: bool = False) -> None:
         assert not by_text, "these streams are not resumed"
@@ -139,7 +146,10 @@ class PassthroughRelay(StreamRelay):
         if self._is_said and not self.done:
             assert self.stops is not None, "an event said why it ended"
             self.done, self.failed = True, None
-            return self._all_held() + self.stops[1]
+            name, payload = self.stops[1].rstrip().split(b"\n")
+            return self._all_held() + self._noted(
+                name + b"\n" + payload, payload_of(payload) or b""
+            )
         if not self.done and self.failed is None:
             self.failed = "the stream ended in the middle of the answer"
         return b""
@@ -167,6 +177,7 @@ class PassthroughRelay(StreamRelay):
             self._is_said = self._is_said or (delta is not None and bool(delta.stop_reason))
         if name in self.ends:
             self.done = True
+            whole = self._noted(event, payload)
         elif name.endswith(self.says):
             self._num_deltas += 1
         elif not self.emitted:
@@ -178,6 +189,14 @@ class PassthroughRelay(StreamRelay):
         self.emitted = True
         held, self._held = self._held, b""
         return held
+
+    def _noted(self, event: bytes, payload: bytes) -> bytes:
+        """Return the last event with the note in its data, an object."""
+        if not self._note or not payload.endswith(b"}"):
+            return event + b"\n\n"
+        head = [line for line in event.splitlines() if not line.startswith(b"data")]
+        told = payload[:-1] + b',"paceline":' + msgspec.json.encode(self._note) + b"}"
+        return b"\n".join([*head, *(b"data: " + line for line in told.split(b"\n"))]) + b"\n\n"
 
     def _reports_error(self, name: bytes, payload: bytes) -> bool:
         """Whether name, type or an ``error`` field (not in these APIs) reports an error."""

@@ -1,7 +1,7 @@
-// The shell: tabs, what the server is, the key, the theme, and the page that the address names.
-import { h, render, signal, effect, useEffect, useLayoutEffect, useRef } from "./vendor/preact.js";
-import { call, getJson, key, keyWanted, setKey } from "./lib/api.js";
-import { local } from "./lib/storage.js";
+// The shell: tabs, what the server is, and the page that the address names.
+import { h, render, signal, useEffect, useLayoutEffect, useRef } from "./vendor/preact.js";
+import { call, getJson, keyWanted } from "./lib/api.js";
+import { Brand, KeyDialog, Theme } from "./pages/frame.js";
 import { Playground } from "./pages/playground.js";
 import { Timeline } from "./pages/timeline.js";
 import { Server } from "./pages/server.js";
@@ -58,12 +58,6 @@ async function look() {
   }
 }
 
-const theme = signal(local.getItem("paceline-theme") ?? "auto");
-effect(() => {
-  document.documentElement.dataset.theme = theme.value;
-  local.setItem("paceline-theme", theme.value);
-});
-
 const KEYS = [
   ["Enter", "send (Shift+Enter: a new line)"],
   ["Esc", "stop the answer that is coming"],
@@ -102,35 +96,6 @@ function Help() {
   ];
 }
 
-function KeyDialog() {
-  /** @type {{ current: HTMLDialogElement | null }} */
-  const dialog = useRef(null);
-  const wanted = keyWanted.value;
-  useEffect(() => {
-    if (wanted && !dialog.current?.open) dialog.current?.showModal();
-  }, [wanted]);
-  const submit = (/** @type {SubmitEvent} */ event) => {
-    event.preventDefault();
-    const form = new FormData(/** @type {HTMLFormElement} */ (event.target));
-    setKey(String(form.get("key") ?? "").trim(), form.has("keep"));
-    dialog.current?.close();
-    look();
-  };
-  return [
-    h("button", { type: "button", onClick: () => dialog.current?.showModal() }, key.value ? "API key: set" : "API key"),
-    h("dialog", { ref: dialog, "aria-labelledby": "key-title" },
-      h("form", { onSubmit: submit },
-        h("h2", { id: "key-title" }, "API key"),
-        h("p", null, wanted ? "This server asks for a key, or does not know the one you gave." : "It is kept in memory until this page is left or reloaded."),
-        h("label", null, h("span", null, "Key"),
-          h("input", { name: "key", type: "password", autocomplete: "off", spellcheck: false })),
-        h("label", { class: "tick row" }, h("input", { name: "keep", type: "checkbox" }), "Keep it in this tab over reloads"),
-        h("div", { class: "row" },
-          h("button", { type: "submit", class: "main" }, "Use this key"),
-          h("button", { type: "button", onClick: () => dialog.current?.close() }, "Close")))),
-  ];
-}
-
 /** @param {MouseEvent} event @param {string} name */
 function go(event, name) {
   if (event.metaKey || event.ctrlKey || event.shiftKey || event.button) return;
@@ -150,10 +115,7 @@ function App() {
   return [
     h("a", { class: "skip", href: "#main" }, "Skip to the page"),
     h("header", null,
-      h("span", { class: "brand" },
-        h("svg", { viewBox: "0 0 32 32", "aria-hidden": "true" },
-          h("path", { d: "M6 22h6V10h6v8h8", fill: "none", stroke: "currentColor", "stroke-width": 3, "stroke-linejoin": "round", "stroke-linecap": "round" })),
-        "Paceline"),
+      h(Brand, null),
       h("nav", { "aria-label": "Pages" }, TABS.map(({ name, title }) =>
         h("a", { href: name, "aria-current": tab.value === name ? "page" : undefined,
           onClick: (/** @type {MouseEvent} */ event) => go(event, name) }, title))),
@@ -162,10 +124,8 @@ function App() {
         problem.value || (server.value ? "ready" : "asking"),
         server.value && h("b", null, server.value.model)),
       h("div", { class: "tools" },
-        h("label", null, h("span", { class: "hidden" }, "Theme"),
-          h("select", { value: theme.value, onChange: (/** @type {any} */ event) => (theme.value = event.target.value) },
-            ["auto", "light", "dark"].map((each) => h("option", { value: each }, `Theme: ${each}`)))),
-        h(KeyDialog, null),
+        h(Theme, null),
+        h(KeyDialog, { look }),
         h(Help, null))),
     h("main", { id: "main", tabIndex: -1 },
       // kept while hidden, so that a conversation outlives a look at another page

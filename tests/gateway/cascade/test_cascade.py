@@ -275,7 +275,7 @@ async def test_one_bad_request_does_not_end_the_scores_of_others(tmp_path: Path,
 async def test_an_engine_without_logprobs_is_seen_once_by_its_drift(tmp_path: Path) -> None:
     path = calibration(tmp_path)
     async with cascade(said("small"), LARGE, calibration=path) as (_, _, gateway, http):
-        judge = gateway._cascades._judges["chat"]
+        judge = gateway.cascades._judges["chat"]
         judge.asks_logprobs = False
         assert by(await http.post(CHAT, json=asked())) == "small"
         assert judge._scales["route"].drift._num_new == 1
@@ -511,7 +511,7 @@ async def test_requests_of_other_models_meet_nothing_of_it(
         if path == CHAT:
             assert (await http.post(CHAT, json=asked())).status_code == 500
     async with gateway_over(configured()) as (gateway, _):
-        assert gateway._cascades is NO_CASCADES
+        assert gateway.cascades is NO_CASCADES
 
 
 def test_a_gateway_without_cascades_loads_no_numpy() -> None:
@@ -545,6 +545,64 @@ async def test_other_apis_are_decided_by_the_prompt(tmp_path: Path, path: str) -
         hard = await http.post(path, json={"model": "chat", **APIS[path]("why?")})
         assert hard.status_code == 200 and two.paths == [path] and len(one.bodies) == 1
         assert 'routed; model="chat"; why="score"' in hard.headers["x-paceline-cascade"]
+        await until(lambda: is_clean(gateway))
+
+
+def events(*told: dict[str, Any]) -> Step:
+    """A stream of named events, of Anthropic's messages or OpenAI's responses."""
+    parts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in told]
+    return Step(parts=tuple(parts))
+
+
+MESSAGE = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}}
+STREAMS: dict[str, Step] = {
+    "/v1/completions": Step(
+        parts=(
+            b'data: {"id":"x","model":"m","choices":',
+            b'[{"index":0,"text":"a","finish_reason":"stop"}]}',
+            b"\n\ndata: [DONE]\n\n",
+        )
+    ),
+    "/v1/responses": events(
+        {"type": "response.output_text.delta", "delta": "a"},
+        {"type": "response.completed", "response": {"id": "x", "output": []}},
+    ),
+    "/v1/messages": events(
+        {"type": "content_block_delta", "delta": {"text": "a"}}, MESSAGE, {"type": "message_stop"}
+    ),
+}
+# the engine ends behind the reason for it, and the gateway writes the last event
+CUT = events({"type": "content_block_delta", "delta": {"text": "a"}}, MESSAGE)
+
+
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [*STREAMS.items(), *((path, None) for path in STREAMS), ("/v1/messages", CUT)],
+)
+async def test_the_last_event_or_the_answer_says_who_wrote_it(
+    tmp_path: Path, path: str, stream: Step | None
+) -> None:
+    small = said("small") if stream is None else stream
+    async with cascade(small, small, calibration=calibration(tmp_path)) as (*_, gateway, http):
+        for text, model in (("hi", "small"), ("why?", "chat")):
+            body = {"model": "chat", "stream": stream is not None, **APIS[path](text)}
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            if stream is None:
+                last = answer.json()
+            else:
+                lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+                last = json.loads(lines[-1][6:])
+                if path != "/v1/completions":
+                    assert last["type"] in ("response.completed", "message_stop")
+                assert not any('"paceline"' in line for line in lines[:-1])
+            note = last["paceline"]["cascade"]
+            assert (note["by"], note["model"], note["why"]) == ("routed", model, "score")
+            assert 0 <= note["score"] <= 1 and 0 < note["threshold"] < 1
+            assert f"score={note['score']}" in answer.headers["x-paceline-cascade"]
+        # of a model without a cascade it is as its engine wrote it
+        plain = await http.post(path, json=body | {"model": "small", "stream": stream is not None})
+        assert "paceline" not in plain.text
         await until(lambda: is_clean(gateway))
 
 

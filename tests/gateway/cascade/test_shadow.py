@@ -32,7 +32,7 @@ def lines(path: Path) -> list[Shadow]:
 
 
 def audited(gateway: Any) -> int:
-    return len(gateway._cascades._judges["chat"].audit._recent)
+    return len(gateway.cascades._judges["chat"].audit._recent)
 
 
 async def test_both_models_are_asked_once_the_caller_has_its_answer(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ async def test_what_the_large_model_answers_loses_nothing(tmp_path: Path) -> Non
         said("yes", *UNSURE), said("no"), calibration=path, shadow=1.0
     ) as (_, _, gateway, http):  # fmt: skip
         assert by(await http.post(CHAT, json=asked())) == "escalated"
-        await until(lambda: gateway._cascades._judges["chat"].audit.loss == 0.0)
+        await until(lambda: gateway.cascades._judges["chat"].audit.loss == 0.0)
 
 
 async def test_a_comparison_that_fails_concerns_no_caller(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ async def test_a_comparison_that_fails_concerns_no_caller(tmp_path: Path) -> Non
         shadow_file=str(tmp_path / "none" / "x"),
     ) as (_, two, gateway, http):  # fmt: skip
         assert by(await http.post(CHAT, json=asked())) == "small"
-        await until(lambda: bool(two.bodies) and not gateway._cascades._shadows._running)
+        await until(lambda: bool(two.bodies) and not gateway.cascades._shadows._running)
         await until(lambda: is_clean(gateway))
         assert "cascade_audited_total{" not in (await http.get("/metrics")).text
 
@@ -117,7 +117,7 @@ async def test_comparisons_are_paid_and_end_with_the_gateway(tmp_path: Path) -> 
         assert float(spent) == pytest.approx(30e-6 + 1500e-6)
         await http.post(CHAT, json=asked(max_tokens=20), headers=key)
         await until(lambda: len(two.bodies) == 2)
-        await gateway._cascades.close()
+        await gateway.cascades.close()
         await until(lambda: two.hung_up == 1 and is_clean(gateway))
 
 
@@ -131,7 +131,7 @@ async def test_a_gateway_that_drains_compares_nothing(tmp_path: Path) -> None:
         await gateway.begin_draining()
         await until(lambda: two.hung_up == 1 and is_clean(gateway))
         assert gateway.in_flight == 0
-        shadows, judge = gateway._cascades._shadows, gateway._cascades._judges["chat"]
+        shadows, judge = gateway.cascades._shadows, gateway.cascades._judges["chat"]
         request: Any = SimpleNamespace(route=SimpleNamespace(local_only=False))
         unused: Any = None
         shadows.begin(judge, request, unused, unused, unused, "cascade")
@@ -145,9 +145,9 @@ async def test_what_an_audit_has_found_outlasts_a_reload(tmp_path: Path) -> None
     ) as (_, two, gateway, http):
         await http.post(CHAT, json=asked())
         await until(lambda: audited(gateway) == 1 and is_clean(gateway))
-        shift = gateway._cascades._judges["chat"].audit.shift
+        shift = gateway.cascades._judges["chat"].audit.shift
         await gateway.reload(gateway.config, gateway.keys)
-        assert gateway._cascades._judges["chat"].audit.shift == shift > 0.0
+        assert gateway.cascades._judges["chat"].audit.shift == shift > 0.0
         # with another calibration it says nothing
         calibration(tmp_path, labels="shadow", losses=[float(i < 90) for i in range(200)])
         await gateway.reload(gateway.config, gateway.keys)
@@ -190,7 +190,7 @@ async def test_what_may_not_leave_is_not_compared_where_the_large_model_is_local
         for tags, kept in (("private", 0), ("public", 1)):
             response = await http.post(CHAT, json=asked(), headers={"x-paceline-tags": tags})
             assert by(response) == "small"
-            await until(lambda: not gateway._cascades._shadows._running and is_clean(gateway))
+            await until(lambda: not gateway.cascades._shadows._running and is_clean(gateway))
             assert len(two.bodies) == len(lines(file)) == kept
 
 
