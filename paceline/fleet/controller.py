@@ -51,7 +51,7 @@ class Spec:
     start_timeout: float = 120.0
     # time for which a drained replica's requests go on there
     drain_seconds: float = 30.0
-    # time for which a replica of which nothing is heard counts as alive
+    # time for which a started replica of which nothing is heard counts as alive
     lease: float = 60.0
     scale: Scale | None = None
     # role of its replicas, for the gateways
@@ -234,7 +234,7 @@ class Controller:
             why = f"it was not up within {self.spec.start_timeout:g} s"
             self._failed(replica, now, f"{why} ({seen.trouble})" if seen.trouble else why)
             self._end_unready(replica, now, commands)
-        elif now - replica.heard_at > self.spec.lease:
+        elif not starts and now - replica.heard_at > self.spec.lease:
             # should it come back, it is to end
             commands.append(Command("kill", replica.name))
             self._gone(replica, now, f"nothing was heard of it for {self.spec.lease:g} s")

@@ -161,6 +161,26 @@ def test_a_hung_replica_is_replaced_after_its_lease() -> None:
     assert world.killed == ["chat-2"] and world.serving() == 3
 
 
+def test_a_replica_that_waits_for_its_place_has_its_time_to_start() -> None:
+    world = World(replace(SPEC, replicas=1))
+    world.step()
+    (only,) = world.processes.values()
+    only.heard = False
+    for _ in range(4):
+        world.step(4.0)
+    assert world.controller.failures == 0 and len(world.processes) == 1, "past its lease of 10 s"
+    only.heard, only.state = True, "ready"
+    world.step()
+    assert world.controller.is_settled
+    # and no longer
+    world = World(replace(SPEC, replicas=1))
+    world.step()
+    for each in world.processes.values():
+        each.heard = False
+    world.step(21.0)
+    assert world.controller.failures == 1 and world.killed == ["chat-1"]
+
+
 def test_gateways_that_are_away_are_no_reason_to_end_anything() -> None:
     world = ready_world()
     world.gateway = False
