@@ -242,7 +242,7 @@ def _load(
     if draft is not None:
         loaded, drafting = draft.load(loaded, sizes.num_blocks)
     info = replace(
-        _describe(plan, loader, draft, sizes),
+        beside(lambda: _describe(plan, loader, draft, sizes)),
         swap_block_seconds=loaded.swap_block_seconds,
     )
     if plan.pooling is not None:

@@ -22,12 +22,13 @@ from paceline.backends.runner.interface import RowAdapter
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 
-__all__ = ["SECTIONS", "NativeModel"]
+__all__ = ["SECTIONS", "NativeModel", "Rope"]
 
 # parts of a step that ``NativeModel.seconds`` times separately
 SECTIONS: Final = (
     "embed", "norm", "qkv", "rope", "attend", "encode", "out", "route", "gate_up", "down", "head",
 )  # fmt: skip
+# cosines and sines
 Rope: TypeAlias = tuple[NDArray[np.float32], NDArray[np.float32]]
 # any integer type; others than int32 are converted
 Integers = NDArray[np.integer[Any]]

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
 from paceline.backends.machine.yielding import Beside, at_once
 from paceline.backends.native.adapters import NativeAdapter
-from paceline.backends.native.block_formats import choose_kinds
+from paceline.backends.native.block_formats import Kinds, choose_kinds
 from paceline.backends.native.config import NativeSettings
 from paceline.backends.native.library import ABI, digest, limits
-from paceline.backends.native.model import NativeModel
+from paceline.backends.native.model import NativeModel, Rope
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.native.single_kernels import cache_bytes
@@ -265,12 +265,17 @@ class NativeLoader:
             weight = self.checkpoint.tensor("model.norm.weight") + np.float32(config.norm_offset)
             # epsilon for the sum as the library keeps it, see NativeModel
             norm = weight, config.rms_norm_eps / config.residual_scale**2
-        kinds = choose_kinds(self.checkpoint, self.dtype)
         tables, sliding = partial(rotary_tables, config, self.max_model_len), config.sliding_rope
+
+        def prepare() -> tuple[Kinds, Rope, Rope | None]:
+            kinds = choose_kinds(self.checkpoint, self.dtype)
+            return kinds, tables(), None if sliding is None else tables(sliding)
+
+        kinds, rope, sliding_rope = self.beside(prepare)
         model = NativeModel(
             config,
             self.tensors(),
-            tables(),
+            rope,
             NativeSettings(
                 # for "gguf", the kinds below give each matrix its bits
                 dtype="q4" if self.dtype == OWN_BITS else self.dtype,
@@ -283,7 +288,7 @@ class NativeLoader:
                 has_head=self.has_head,
                 num_window_blocks=num_window_blocks,
             ),
-            sliding_rope=None if sliding is None else tables(sliding),
+            sliding_rope=sliding_rope,
             copies=self.copies,
             beside=self.beside,
         )

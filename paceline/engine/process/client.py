@@ -93,7 +93,9 @@ class ProcessEngineClient(EngineFrontend):
             EngineDeadError: it failed otherwise, or was not ready in time. Its own output went to
                 this process's stderr.
         """
-        child = _Child(argv, config, None if forks is None else forks.take())
+        # other engines' tokens pass through this event loop while the fork is made
+        forked = None if forks is None else await asyncio.to_thread(forks.take)
+        child = _Child(argv, config, forked)
         loading = asyncio.to_thread(load_tokenizer)
         try:
             async with asyncio.timeout(ready_timeout):
@@ -244,7 +246,10 @@ class _Child:
         self._loop.remove_reader(self._fd)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._release()
+        self._outbox.close(linger=0)
+        self._inbox.close(linger=0)
+        # it waits for threads
+        await asyncio.to_thread(self._release)
 
     def _release(self) -> None:
         # closes all sockets, too

@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -70,6 +71,8 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._is_ready = False
+        # engines may be started by several threads
+        self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Start the process, unless it runs. Without it, engines are started as ever."""
@@ -94,7 +97,12 @@ class ForkServer:
         return self._is_ready
 
     def take(self) -> ForkedProcess | None:
-        """Return a new engine process; None: there is no server, or its imports are not done."""
+        """Return a new engine process; None: there is no server, or its imports are not done. It
+        waits for the fork, for a second at most, and may be called by any thread."""
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> ForkedProcess | None:
         if not self.is_ready or self._socket is None:
             return None
         ends: list[int] = []

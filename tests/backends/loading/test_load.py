@@ -7,16 +7,17 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.loading.load import WorkerBackend, host_blocks
+from paceline.backends.loading.load import WorkerBackend, host_blocks, load_backend
 from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.native import unavailable_reason
 from paceline.backends.runner.interface import ModelLoader
@@ -90,6 +91,41 @@ def test_four_bits_of_a_file_that_has_more_name_the_command(tmp_path: Path) -> N
     assert "KL of 0.3 nats a token on a model of 135M" in said["q4"]
     assert f"paceline quantize {tmp_path / 'm2.5'} -o m2.5-q4.gguf" in said["q4"]
     assert "quantize" not in said["int8"]
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="native kernels are lacking")
+def test_what_takes_long_in_a_load_is_done_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, "llama", hidden_size=96, intermediate_size=128)
+    threads: dict[str, str] = {}
+
+    def noted(name: str) -> None:
+        from paceline.backends.native import step
+
+        work = getattr(step, name)
+
+        def do(*given: object) -> object:
+            threads[name] = threading.current_thread().name
+            return work(*given)
+
+        monkeypatch.setattr(step, name, do)
+
+    for name in ("choose_kinds", "rotary_tables"):
+        noted(name)
+
+    T = TypeVar("T")
+
+    def beside(work: Callable[[], T], /) -> T:
+        with ThreadPoolExecutor(1, thread_name_prefix="beside") as thread:
+            return thread.submit(work).result()
+
+    settings = BackendSettings(
+        device="cpu", dtype="int8", compute="native", threads=1, kv_cache_bytes=1 << 20
+    )
+    backend = load_backend(tmp_path, settings, max_num_seqs=8, beside=beside)
+    backend.close()
+    assert threads == {"choose_kinds": "beside_0", "rotary_tables": "beside_0"}
 
 
 class _Lender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -26,6 +27,7 @@ from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.process import process as process_module
 from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.process.forks import ForkServer
 from paceline.engine.process.messages import (
     Abort,
     Add,
@@ -201,6 +203,32 @@ class TestStart:
         with pytest.raises(CheckpointError, match=r"tokenizer\.json is no JSON"):
             await ProcessEngineClient.start(ARGV, b'{"on_load": "hang"}', load)
         assert time.monotonic() - started < 5
+
+    async def test_neither_fork_nor_end_holds_up_the_event_loop(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loop, waits = asyncio.get_running_loop(), []
+
+        def passes() -> bool:
+            """Whether the event loop goes on while a thread waits for it."""
+            passed = threading.Event()
+            loop.call_soon_threadsafe(passed.set)
+            return passed.wait(2.0)
+
+        class Forks(ForkServer):
+            def take(self) -> None:
+                waits.append(passes())
+
+        client = await ProcessEngineClient.start(ARGV, b"{}", ByteTokenizer, forks=Forks(("none",)))
+        remove = shutil.rmtree
+
+        def rmtree(path: Path, *, ignore_errors: bool) -> None:
+            waits.append(passes())
+            remove(path, ignore_errors=ignore_errors)
+
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        await client.close()
+        assert waits == [True, True]
 
     async def test_no_such_program(self, directory: Path) -> None:
         with pytest.raises(EngineDeadError, match="could not be started"):
