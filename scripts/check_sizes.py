@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (8_409, ("core/**/*",), 7_800),
+    "core": (8_416, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
         3_096,

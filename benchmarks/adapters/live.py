@@ -27,8 +27,8 @@ __all__ = ["flood", "next_to_vllm"]
 
 NAMES: Final = tuple(f"a{index}" for index in range(8))
 # turns without and with a flood, seconds of each, and requests a second for the others
-TURNS: Final = 1 if QUICK else 3
-SECONDS: Final = 15.0 if QUICK else 25.0
+TURNS: Final = 2 if QUICK else 4
+SECONDS: Final = 60.0
 RATE: Final = 2.0
 # callers of the flood, and seconds after which one comes back that was refused
 CALLERS: Final = 48

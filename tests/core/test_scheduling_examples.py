@@ -170,7 +170,7 @@ def test_the_knee(chunk: ChunkSize) -> None:
 
 def test_a_step_while_tenants_share(budget: StepBudget) -> None:
     says("Three times that leaves a prompt 40 ms: a chunk of 32 tokens")
-    view = replace(RunningView.of(streams(10, NO_SLO)), shared=True)
+    view = replace(RunningView.of(streams(10, NO_SLO)), step_rows=3.0)
     assert budget.allow(view, 0.0) == (10 + 32, pytest.approx(0.06))
 
 

@@ -36,8 +36,6 @@ PACE_SHARE: Final = 0.9
 _HOPELESS: Final = 0.5
 # quantile of predicted lengths, for the time left to catch up: low, as too long would be too late
 _LEFT_QUANTILE: Final = 0.25
-# longest step while tenants share the engine, as a multiple of the time of its rows alone
-_SHARED_ROWS: Final = 3.0
 
 
 def least_target(model: StepTimeModel) -> float:
@@ -108,10 +106,10 @@ class StepBudget:
         else:
             allowed = min(self._least_spare(view.paced, now), gap)
             allowed /= max(1.0, self._model.quantile(LATE_QUANTILE))
-            if view.shared:
+            if view.step_rows < math.inf:
                 # new requests of other tenants wait for its end, as for that of best effort alone;
                 # with many rows it is longer, as prompts in a small part of it would cost too much
-                rows = _SHARED_ROWS * self._model.predict(view.base)
+                rows = view.step_rows * self._model.predict(view.base)
                 allowed = min(allowed, max(self.best_effort_seconds, rows))
         if allowed == math.inf:
             tokens = chunk.unpaced(num_running, view.narrow_rows)

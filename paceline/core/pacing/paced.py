@@ -17,6 +17,7 @@ This module does not know how rows are written or requests admitted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -105,12 +106,12 @@ class Paced:
         view of them, and the prompt tokens that a light tenant's waiting request lacks."""
         state, tenants = self._state, self._tenants
         running = state.running.requests
-        shared = tenants is not None and tenants.are_several
-        view = RunningView.of(running, shared=shared)
+        step_rows = math.inf if tenants is None else tenants.step_rows
+        view = RunningView.of(running, step_rows=step_rows)
         if state.config.demote_late:
             moved = self.feasibility.settle(view, starts)
             if self._deadlines.look(view, starts) or moved:
-                view = RunningView.of(running, shared=shared)
+                view = RunningView.of(running, step_rows=step_rows)
         must_run, boosted, waiting = self._deadlines.must_run(view), 0, 0
         if tenants is not None:
             waiting = self._boosted_tokens(view, state.waiting.ordinary.peek())

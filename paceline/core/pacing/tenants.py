@@ -9,6 +9,7 @@ This module does not know the policy, or what runs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Final
 
@@ -18,6 +19,10 @@ __all__ = ["TenantShares"]
 
 # part of an equal share up to which a tenant, or one of its flows, is light
 _LIGHT: Final = 0.5
+# longest step while tenants share the engine, and while a flow of one tenant is in a flood, as a
+# multiple of the time of its rows alone
+_TENANT_ROWS: Final = 3.0
+_FLOW_ROWS: Final = 2.0
 # number of the last arrivals that count as recent
 _LATELY: Final = 256
 
@@ -61,13 +66,15 @@ class TenantShares:
             del self._flows[tenant]
 
     @property
-    def are_several(self) -> bool:
-        """Return whether requests of more than one tenant arrived lately; or of more than one flow
-        of a tenant, which has so many now that one more, of another flow, would be light."""
-        if len(self._recent) > 1 or len(self._lately) <= 1:
-            return len(self._recent) > 1
+    def step_rows(self) -> float:
+        """Return the longest step, as a multiple of the time of its rows alone, while requests of
+        more than one tenant arrived lately; or of more than one flow of a tenant, which has so many
+        now that one more, of another flow, would be light. Infinite: neither."""
+        if len(self._recent) > 1:
+            return _TENANT_ROWS
         flows = sum(map(len, self._flows.values())) + 1
-        return flows <= _LIGHT * (self._num_unfinished + 1)
+        is_flood = len(self._lately) > 1 and flows <= _LIGHT * (self._num_unfinished + 1)
+        return _FLOW_ROWS if is_flood else math.inf
 
     def has_others(self, tenant: str) -> bool:
         """Return whether a tenant other than ``tenant`` has requests, or had some lately."""

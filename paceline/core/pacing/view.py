@@ -35,15 +35,16 @@ class RunningView:
     gap: float
     # an ordinary wide one has a TTFT target
     urgent: bool
-    # several tenants, which are kept apart, had requests lately
-    shared: bool
+    # the longest step, as a multiple of the time of its rows alone, while others share the engine;
+    # infinite: none do
+    step_rows: float
     # narrow best-effort ones that must not skip this step
     must_run: tuple[Request, ...] = ()
     # prompt tokens of light tenants, which must not wait for the pace of others
     boosted: int = 0
 
     @classmethod
-    def of(cls, running: Iterable[Request], *, shared: bool = False) -> RunningView:
+    def of(cls, running: Iterable[Request], *, step_rows: float = math.inf) -> RunningView:
         ordinary: list[Request] = []
         best_effort: list[Request] = []
         wide: list[Request] = []
@@ -81,7 +82,7 @@ class RunningView:
         return cls(
             ordinary=ordinary, best_effort=best_effort, wide=wide,
             narrow_rows=rows, narrow_keys=keys, paced=paced, paces=paces, targets=targets,
-            gap=gap, urgent=urgent, shared=shared,
+            gap=gap, urgent=urgent, step_rows=step_rows,
         )  # fmt: skip
 
     @property

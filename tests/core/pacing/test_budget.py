@@ -139,7 +139,7 @@ def test_what_has_no_streams_beside_it_or_has_rules_of_its_own_is_as_before() ->
     assert [budget.allow(RunningView.of([]), 0.0).tokens for _ in range(48)] == [512] * 48
     paced = RunningView.of([running(0.030)])
     assert {budget.allow(paced, 0.0).tokens for _ in range(48)} == {512}
-    shared = replace(RunningView.of([running(None)]), shared=True)
+    shared = replace(RunningView.of([running(None)]), step_rows=3.0)
     assert len({budget.allow(shared, 0.0).tokens for _ in range(48)}) == 1
 
 
@@ -173,13 +173,13 @@ def test_steps_are_short_while_tenants_share_the_engine(
     budget = budget_of(trained_on_rows())
     view = RunningView.of([running(tpot) for _ in range(rows)])
     assert budget.allow(view, 0.0).tokens == 512, "as much as fits"
-    chunk = budget.allow(replace(view, shared=True), 0.0).tokens - rows
+    chunk = budget.allow(replace(view, step_rows=3.0), 0.0).tokens - rows
     assert chunk == pytest.approx((seconds - 0.010 - 0.002 * rows) / 1e-4, abs=40)
 
 
 def test_a_tight_pace_is_kept_among_tenants_too() -> None:
     budget = budget_of(trained())
-    view = replace(RunningView.of([running(0.030)]), shared=True)
+    view = replace(RunningView.of([running(0.030)]), step_rows=3.0)
     assert budget.allow(view, 0.0).tokens == 161
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -93,9 +94,9 @@ def test_several_flows_count_while_one_of_them_is_a_flood() -> None:
     shares, several = TenantShares(TenantWeights({})), []
     for adapter in "xyxyxx":
         shares.on_arrival("a", adapter)
-        several.append(shares.are_several)
+        several.append(shares.step_rows)
     # of five, and one of a third flow, that one has half of a third
-    assert several == [False, False, False, False, True, True]
+    assert several == [math.inf] * 4 + [2.0] * 2
     assert shares.has_other_flows("a", "x") and not shares.has_other_flows("b", "x")
     for _ in range(300):
         shares.on_arrival("a", "x")
@@ -103,7 +104,7 @@ def test_several_flows_count_while_one_of_them_is_a_flood() -> None:
     for _ in range(2):
         shares.on_finish("a", "y")
     assert not shares.has_others("a")
-    assert [shares.are_several, shares.has_other_flows("a", "x")] == [False, False]
+    assert shares.step_rows == math.inf and not shares.has_other_flows("a", "x")
 
 
 def test_a_flood_of_one_adapter_leaves_places_in_the_queue_for_others() -> None:
@@ -127,15 +128,15 @@ def test_a_flood_of_one_adapter_leaves_places_in_the_queue_for_others() -> None:
 def test_several_tenants_lately() -> None:
     shares = TenantShares(TenantWeights({}))
     shares.on_arrival("a")
-    assert not shares.are_several
+    assert shares.step_rows == math.inf
     shares.on_arrival("b")
     shares.on_finish("b")
-    assert shares.are_several, "it was there lately"
+    assert shares.step_rows == 3.0, "it was there lately"
     assert shares.has_others("a") and shares.has_others("b") and shares.has_others("c")
     for _ in range(300):
         shares.on_arrival("a")
         shares.on_finish("a")
-    assert not shares.are_several, "it has not come for long"
+    assert shares.step_rows == math.inf, "it has not come for long"
     assert not shares.has_others("a")
     assert shares.has_others("b")
 
