@@ -20,9 +20,9 @@ _log = logging.getLogger(__name__)
 # added to the loading thread's niceness, so that it takes little from the threads of a step
 _NICE: Final = 19
 # while steps run, seconds of a slice of loading, and those that follow without any: a core that a
-# step needs is taken from it for a slice at most
+# step needs is taken from it for a slice at most, and a step of 10 ms meets two of them
 _SLICE: Final = 0.5e-3
-_PAUSE: Final = 2.5e-3
+_PAUSE: Final = 5e-3
 
 
 class LoadingThread(Protocol):
