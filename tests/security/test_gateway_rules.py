@@ -86,6 +86,7 @@ async def test_no_other_spelling_of_a_path_gets_round_its_scope() -> None:
         "/metrics/", "//metrics", "/./metrics", "/v1/../metrics", "/%6detrics", "/metrics%00",
         "/METRICS", "http://127.0.0.1/metrics", "/status;x", "/health/../status",
         "/health/live/../../status", "/admin/engines/e1/drain/", "/x/../admin/engines/e1/drain",
+        "/ui/../status", "/ui/v/x/../../../metrics", "/ui/../admin/engines/e1/drain",
     )  # fmt: skip
     async with serving(WHOLE, callers=(ANN, ROOT), metrics=PACELINE_METRICS) as (
         _,

@@ -94,6 +94,7 @@ def test_it_serves_reads_its_file_again_and_ends(tmp_path: Path) -> None:
             assert line.startswith("paceline gateway ready: http://127.0.0.1:")
             url = line.split()[3].removesuffix("/v1")
             body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+            assert "gateway.js" in httpx.get(f"{url}/ui/").text
             answer = httpx.post(f"{url}/v1/chat/completions", json=body)
             assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
             path.write_text(path.read_text() + '[[models]]\nname = "chat"\ntiers = [["a"]]\n')
@@ -110,6 +111,22 @@ def test_it_serves_reads_its_file_again_and_ends(tmp_path: Path) -> None:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+@pytest.mark.parametrize("source", ["file", "engine"])
+def test_the_page_is_left_out_where_a_flag_says_so(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text(ENGINE.format(url="http://127.0.0.1:1"))
+    given = (str(path),) if source == "file" else ("--engine", "http://127.0.0.1:1")
+    argv = (sys.executable, "-m", "paceline.cli.main", "gateway", *given, "--port", "0", "--no-ui")
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().decode().split()[3].removesuffix("/v1")
+            assert httpx.get(f"{url}/ui/").status_code == 404
+            assert httpx.get(f"{url}/status").status_code == 200
+        finally:
+            process.kill()
 
 
 def _models(url: str) -> list[str]:
