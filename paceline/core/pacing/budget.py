@@ -5,7 +5,9 @@ With ``adaptive_token_budget`` the least of these applies, else ``max_num_batche
 * the chunk that is best for throughput (``predict.chunk``);
 * *slack*: the next token of a request with a TPOT target is due at a known time, so a step may last
   until the earliest of these times, and no longer (the dynamic chunk of Niyama, arXiv 2503.22562).
-  So requests that are ahead of their schedule lend their time to waiting prompts;
+  So requests that are ahead of their schedule lend their time to waiting prompts. Where a step
+  takes long for having any prompt at all, some steps have none, so that requests get ahead and the
+  next chunk is larger;
 * short steps while only best effort runs, so that a new request is served soon, and while tenants
   that are kept apart share the engine.
 
@@ -36,6 +38,12 @@ PACE_SHARE: Final = 0.9
 _HOPELESS: Final = 0.5
 # quantile of predicted lengths, for the time left to catch up: low, as too long would be too late
 _LEFT_QUANTILE: Final = 0.25
+# the time that a step has for prompts is this many times what any prompt costs there, if at most so
+# many steps without prompts save it up: what is lost is a fifth, and newcomers wait for them
+_WORTHWHILE: Final = 5.0
+_MOST_SAVED: Final = 8
+# share of the rows' time below which that cost does not count, as a fit finds some where none is
+_NOTABLE: Final = 0.1
 
 
 def least_target(model: StepTimeModel) -> float:
@@ -50,6 +58,8 @@ class Allowance(NamedTuple):
     tokens: int
     # predicted seconds of the step above which best-effort rows stay out of it
     seconds: float
+    # whether prompts have a part in it
+    wide: bool = True
 
 
 class StepBudget:
@@ -62,6 +72,8 @@ class StepBudget:
         self._adaptive, self._most = config.adaptive_token_budget, config.max_num_batched_tokens
         # longest time, s, of a step while only best effort runs
         self._best_effort_step_s = config.best_effort_step_s if self._adaptive else math.inf
+        # steps without prompts since the last one with any, and their predicted seconds
+        self._num_saved, self._saved_rows_s = 0, 0.0
 
     @property
     def best_effort_seconds(self) -> float:
@@ -87,8 +99,9 @@ class StepBudget:
         longest = self._model.predict(StepShape().plus(0, max(2, tokens)))
         return min(longest, self.best_effort_seconds)
 
-    def allow(self, view: RunningView, now: float) -> Allowance:
-        """Return the limits of the next step."""
+    def allow(self, view: RunningView, now: float, lacking: int = 0) -> Allowance:
+        """Return the limits of the next step. ``lacking``: tokens that the prompts of running
+        requests and of the first waiting one lack."""
         chunk, num_running = self._chunk, view.num_running
         if not self._adaptive:
             return Allowance(self._most, math.inf)
@@ -104,8 +117,8 @@ class StepBudget:
         if num_running and not view.ordinary:
             allowed = self.added_seconds(view)
         else:
-            allowed = min(self._least_spare(view.paced, now), gap)
-            allowed /= max(1.0, self._model.quantile(LATE_QUANTILE))
+            late = max(1.0, self._model.quantile(LATE_QUANTILE))
+            allowed = min(self._least_spare(view.paced, now, late), gap / late)
             if view.step_rows < math.inf:
                 # new requests of other tenants wait for its end, as for that of best effort alone;
                 # with many rows it is longer, as prompts in a small part of it would cost too much
@@ -115,15 +128,38 @@ class StepBudget:
             tokens = chunk.unpaced(num_running, view.narrow_rows)
         else:
             tokens = chunk.within(view.base, start, chunk.knee(), seconds=allowed, gap=gap)
+        saves = lacking > 0 and self._saves(view, allowed, lacking, start, gap)
+        self._num_saved = self._num_saved + 1 if saves else 0
+        self._saved_rows_s = self._saved_rows_s + self._model.predict(view.base) if saves else 0.0
         # a prompt with a target must not wait for best-effort rows
-        return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
+        seconds = 0.0 if view.urgent else allowed
+        return Allowance(chunk.total(tokens, num_running), seconds, wide=not saves)
 
-    def _least_spare(self, paced: Sequence[Request], now: float) -> float:
+    def _saves(
+        self, view: RunningView, allowed: float, lacking: int, start: int, gap: float
+    ) -> bool:
+        """Return whether the next step computes no prompt, although it may take ``allowed`` s, as
+        running requests that get ahead by it lend the time to a chunk worth its fixed cost."""
+        rows, most = self._model.predict(view.base), min(max(2, lacking), self._chunk.knee())
+        fixed = self._model.wide_seconds
+        if not view.paced or fixed <= _NOTABLE * rows:
+            return False
+        wanted = min(rows + _WORTHWHILE * fixed, self._model.predict(view.base.plus(start, most)))
+        wanted = min(wanted, gap / max(1.0, self._model.quantile(LATE_QUANTILE)))
+        gain = PACE_SHARE * min(view.paces) - rows
+        return allowed < wanted <= allowed + gain * (_MOST_SAVED - self._num_saved)
+
+    def _least_spare(self, paced: Sequence[Request], now: float, late: float) -> float:
         """Return the seconds the next step may take for all paced requests: until the next token of
         each is due. A request that is behind gets an equal part of the time until its last token is
         due, to catch up over its whole output and not at once. One that cannot catch up has missed
-        its target: it is served at its pace, and others need not miss theirs for it."""
+        its target: it is served at its pace, and others need not miss theirs for it.
+
+        What such a request did not take of steps without prompts is left to the next one with some.
+        One step in ten takes more than ``late`` times as long as predicted. What counts is the mean
+        of all until the last token, which varies less: by the root of their number."""
         least = math.inf
+        tightest: Request | None = None
         # the newest requests are hardly ahead of their schedule, so few older ones have less time
         for request in reversed(paced):
             tpot, first_token = request.targets.tpot, request.first_token_time
@@ -136,9 +172,15 @@ class StepBudget:
             if spare < pace:
                 left = max(1, self._work.output_tokens(request, _LEFT_QUANTILE) - done)
                 catching_up = (first_token + (done + left - 1) * pace - now) / left
-                spare = pace if catching_up < _HOPELESS * pace else max(spare, catching_up)
-            least = min(least, spare)
-        return least
+                each = pace if catching_up < _HOPELESS * pace else catching_up
+                spare = max(spare, each * (1 + self._num_saved) - self._saved_rows_s)
+            if spare < least:
+                least, tightest = spare, request
+        if tightest is None or late == 1.0:
+            return least
+        done = tightest.num_output_tokens + tightest.num_pending_tokens
+        left = max(1, self._work.output_tokens(tightest, _LEFT_QUANTILE) - done)
+        return least / (1.0 + (late - 1.0) / math.sqrt(left))
 
     def seconds_per_token(self, view: RunningView) -> float:
         """Return the seconds per prompt token while these requests run, all of them on time."""
@@ -149,7 +191,16 @@ class StepBudget:
             tokens = chunk.beside(num_running, view.narrow_rows)
             if view.paces:
                 pace = PACE_SHARE * min(view.paces)
-                tokens = max(chunk.floor, chunk.within(base, 0, chunk.knee(), seconds=pace))
+                rows = self._model.predict(base)
+                gain, fixed = pace - rows, self._model.wide_seconds
+                worthwhile = _WORTHWHILE * fixed
+                saves = fixed > _NOTABLE * rows and gain < worthwhile <= gain * _MOST_SAVED
+                most = min(rows + worthwhile, view.gap, chunk.gap) if saves else pace
+                tokens = max(chunk.floor, chunk.within(base, 0, chunk.knee(), seconds=most))
+                if saves:
+                    # steps without prompts save ``gain`` each
+                    seconds = self._model.predict(base.plus(0, tokens)) - rows
+                    return (pace * seconds / gain + chunk.away_s) / tokens
         return (self._model.predict(base.plus(0, max(2, tokens))) + chunk.away_s) / tokens
 
 

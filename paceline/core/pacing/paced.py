@@ -59,7 +59,8 @@ class Paced:
         state, feasibility = self._state, self.feasibility
         view, waiting_boosted = self._settle(starts)
         self.share.begin(view, starts)
-        num_running, allowance = view.num_running, self.budget.allow(view, starts)
+        allowance = self.budget.allow(view, starts, 0 if held else self._lacking(view))
+        num_running = view.num_running
         tokens = state.valve.cap(allowance.tokens, num_running)
         # if the step is too short for all boosted prompts, running requests come first
         left = tokens - num_running - (view.boosted - waiting_boosted)
@@ -69,7 +70,8 @@ class Paced:
         displaced_for: Request | None = None
         if not held and len(state.waiting):
             feasibility.triage(view, starts)
-            displaced_for, lacking = self._displace(guard, others, now)
+            if allowance.wide:
+                displaced_for, lacking = self._displace(guard, others, now)
             if displaced_for is not None:
                 reserved = max(reserved, lacking)
                 view = RunningView.of(state.running.requests)
@@ -91,7 +93,7 @@ class Paced:
             model=state.step_time, feasibility=feasibility, share=self.share, guard=guard,
             kept=min(self.share.tokens(view), max(0, tokens - view.num_running)),
             added_seconds=self.budget.added_seconds(view), others=others,
-            displaced_for=displaced_for,
+            displaced_for=displaced_for, wide=allowance.wide,
         )  # fmt: skip
         self.share.planned(step)
         return step
@@ -119,6 +121,13 @@ class Paced:
         if must_run or boosted:
             view = replace(view, must_run=must_run, boosted=boosted)
         return view, waiting
+
+    def _lacking(self, view: RunningView) -> int:
+        """Return the tokens that the prompts of running requests, and of the first one that waits,
+        lack."""
+        head = self._state.waiting.ordinary.peek() if view.paced else None
+        lacking = sum(r.num_uncomputed_tokens for r in view.wide if r.tier is Tier.ORDINARY)
+        return lacking + (0 if head is None else head.num_lacking_tokens)
 
     def _guard(self, view: RunningView) -> TpotGuard | None:
         state = self._state

@@ -136,6 +136,11 @@ class StepTimeModel:
         """Predict steps with such adapters from now on."""
         self._adapter_seconds = sum(map(mul, work, self._rates[6:]))
 
+    @property
+    def wide_seconds(self) -> float:
+        """Seconds that a step takes longer for having any wide row, however few its tokens."""
+        return self._rates[5]
+
     def row_seconds(self, start: int) -> float:
         """Return the seconds that one more row of one token adds to a step."""
         return self._rates[3] + self._rates[4] * start

@@ -72,7 +72,7 @@ class Step:
     background_seconds: float = math.inf
     # predicted seconds of ordinary rows alone; None: there are no other rows
     ordinary_seconds: float | None = None
-    # if the policy does not mix, whether the step takes wide rows alone, or narrow ones alone
+    # whether the step takes wide rows: alone if the policy does not mix
     wide: bool = True
     # the parts of ``shape``
     wide_tokens: int = 0

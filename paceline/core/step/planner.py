@@ -37,7 +37,9 @@ class Planner:
             self._choose_kind(step, held)
         if step.evicted is not None:
             self._running.preempt(step.evicted, step.now)
-        blocked_by = Reason.POLICY if held or not step.wide else None
+        blocked_by = Reason.POLICY if held or not (step.wide or mixes) else None
+        if not step.wide and blocked_by is None:
+            blocked_by = Reason.BUDGET
         passes, num_preemptions = step.passes, self._running.num_preemptions
         for number in range(len(passes)):
             if self._running.num_preemptions > num_preemptions:

@@ -69,7 +69,10 @@ class Rows:
         if behind <= 0 or request.num_computed_tokens + behind >= request.max_total_tokens:
             # all is computed, or the request waits for its last token or for the result of drafts
             return 0
-        takes = (not limited or step.takes(request)) if self._mixes else step.wide == (behind > 1)
+        if self._mixes:
+            takes = (step.wide or behind == 1) and (not limited or step.takes(request))
+        else:
+            takes = step.wide == (behind > 1)
         if not takes or behind == 1:
             return int(takes)
         reserved = len(running) - index - 1 + later
