@@ -67,6 +67,8 @@ BLOCKS: Final = (600, 2_000, 8_000, 30_000)
 MOST_AMENDED: Final = 0.02
 ARRIVALS: Final = 1_500
 SLOWER_TPOT: Final = 0.1
+# a server on two cores, at 1.2 times what vLLM serves there
+COSTLY_PROMPTS: Final[Mapping[str, Any]] = {"cpu": True, "rate": 3.05, "tpot": 0.1}
 # of live work with QUICK=1, so that a busy machine completes it
 QUICKER: Final[Mapping[str, Any]] = {
     "short": (16, 64), "long": (150, 300), "outputs": (4, 8), "outstanding": 8,
@@ -138,8 +140,10 @@ def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
     slower = {"scheduler": "paced", "rate": RATES[1], "count": count, "tpot": SLOWER_TPOT}
     returns = {"scheduler": "paced", "rate": 36.0, "count": count, "returns": True,
                "settings": {"max_predicted_ttft_s": 2.0}}  # fmt: skip
-    *found, theirs, flooded, ours, paced, slow, back, costs = run_cases(
-        peer, [*rated, *checked, *fair, slower, returns, cost]
+    costly = [{**COSTLY_PROMPTS, "scheduler": name, "count": count // 5}
+              for name in ("vllm", "paced")]  # fmt: skip
+    *found, theirs, flooded, ours, paced, slow, back, plain, saving, costs = run_cases(
+        peer, [*rated, *checked, *fair, slower, returns, *costly, cost]
     )
     rates: dict[str, dict[str, Any]] = {}
     print(f"{'a second':>9} {'':20}{'kept':>7}{'short':>7}{'long':>7}{'p99 s':>8}{'tok/s':>8}"
@@ -178,11 +182,14 @@ def virtual(peer: VllmCpu, quick: bool) -> dict[str, Any]:
         f"{back['refused']} of {count:,} refused, served on their first return after the "
         f"overload {back['served_on_return']}, at last {back['served_at_last']}"
     )
+    prompts = {"vllm": plain["kept"], "paced": saving["kept"]}
+    print(f"kept where any prompt makes a step long: {prompts}")
     overhead = overhead_of(costs)
     print(f"\n64 running, 1,000 waiting: vLLM's own {overhead['vllm']:.0f} us a step, added "
           f"{overhead['added']:.0f} us ({overhead['ratio']:.2f} times)")  # fmt: skip
     return {
         "rates": rates, "properties": properties, "throughput": throughput,
+        "costly_prompts": prompts,
         "overhead_us_per_step": overhead, "fairness_p99_ratio": ratios,
         "retry_after_kept": back["served_on_return"],
     }  # fmt: skip

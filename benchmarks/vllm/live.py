@@ -142,17 +142,18 @@ def requests_at(
     rate: float, seconds: float, work: Work, seed: int | str, *, burst: int = 1
 ) -> list[_Request]:
     """Return Poisson arrivals, ``burst`` requests at each."""
+    requests = _requests(rate, work, seed, burst)
+    return list(itertools.takewhile(lambda request: request.at < seconds, requests))
+
+
+def _requests(rate: float, work: Work, seed: int | str, burst: int = 1) -> Iterator[_Request]:
     chance, at = random.Random(seed), 0.0
-    found: list[_Request] = []
     for number in itertools.count():
         at += chance.expovariate(rate / burst) if number % burst == 0 else 0.0
-        if at >= seconds:
-            return found
         long = chance.random() < 0.15
         length = chance.randint(*(work.long if long else work.short))
         prompt = [chance.randrange(FIRST_ID, work.vocabulary) for _ in range(length)]
-        found.append(_Request(at, prompt, chance.randint(*work.outputs)))
-    raise AssertionError
+        yield _Request(at, prompt, chance.randint(*work.outputs))
 
 
 async def _replay(
@@ -186,7 +187,7 @@ async def _warm(port: int, model: str, work: Work) -> None:
 async def _saturate(port: int, model: str, work: Work, seconds: float) -> float:
     """Return the requests a second that a server completes with many outstanding. On a slow or busy
     machine it takes up to four times the seconds."""
-    pool = iter(requests_at(1_000.0, 4.0 * seconds, work, seed=7))
+    pool = _requests(1_000.0, work, seed=7)
     began = time.monotonic()
     ends: list[float] = []
 

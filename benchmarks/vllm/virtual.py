@@ -2,8 +2,8 @@
 
 ``AsyncScheduler``, ``KVCacheManager`` and ``Request`` are vLLM's own. A step takes the time that an
 8B model takes on an H100, roughly: 6 ms, 42 us a token, and 0.022 us for each key that a row
-reads; two steps are in flight, as in vLLM's engine. Time in Python does not count as virtual
-time: it is measured apart.
+reads; two steps are in flight, as in vLLM's engine. ``CPU`` is a server on two cores instead, where
+any prompt makes a step long. Time in Python does not count as virtual time: it is measured apart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -39,11 +39,37 @@ from paceline.vllm.scheduler import PacedScheduler
 
 BLOCK_SIZE = 16
 MAX_LENGTH = 8192
-# seconds of a step, of a token, and of a key that a row reads
-STEP, TOKEN, KEY = 6e-3, 42e-6, 0.022e-6
 # times that a refused caller comes back
 MOST_RETURNS = 10
-TPOT, SHORT_TTFT, LONG_TTFT, LONG = 0.025, 0.5, 3.0, 1_000
+TPOT = 0.025
+
+
+class Kind(NamedTuple):
+    """A machine, and what it is asked for; times are in seconds."""
+
+    # of a step, of a token, of a key that a row reads, of a row of one token beyond that, and of a
+    # step that has any other row
+    step: float
+    token: float
+    key: float
+    row: float
+    prompt: float
+    # lengths of short prompts, of long ones, and of outputs
+    short: tuple[int, int]
+    long: tuple[int, int]
+    outputs: tuple[int, int]
+    # to the first token of either
+    ttft: tuple[float, float]
+    # steps in flight
+    depth: int
+
+
+GPU = Kind(
+    6e-3, 42e-6, 0.022e-6, 0.0, 0.0, (64, 768), (2_000, 3_500), (32, 256), (0.5, 3.0), depth=2
+)
+CPU = Kind(
+    30e-3, 0.6e-3, 0.0, 1.4e-3, 40e-3, (32, 256), (600, 1_200), (16, 64), (2.0, 2.0), depth=1
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +80,8 @@ class Case:
     # arrivals a second, and how many; 0 a second: all at once
     rate: float
     count: int = 1_500
+    # whether the machine is ``CPU``
+    cpu: bool = False
     seed: int = 0
     # vLLM's --max-num-batched-tokens and --max-num-seqs
     tokens: int = 8192
@@ -76,6 +104,10 @@ class Case:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     # only steps with so many waiting count for the time in Python; None: all
     waiting: tuple[int, int] | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return CPU if self.cpu else GPU
 
 
 class Clock:
@@ -188,19 +220,19 @@ def _tenant(case: Case, tenant: str, rate: float, count: int, seed: int) -> Iter
     chance = random.Random(seed)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     prefix = [chance.randrange(32_000) for _ in range(512)]
-    at = 0.0
+    at, kind = 0.0, case.kind
     for number in range(count):
         at += chance.expovariate(rate) if rate else 0.0
         long = chance.random() < 0.15
-        prompt = chance.randint(2_000, 3_500) if long else chance.randint(64, 768)
-        output = chance.randint(32, 256)
+        prompt = chance.randint(*(kind.long if long else kind.short))
+        output = chance.randint(*kind.outputs)
         if case.lengths is not None:
             prompt, output = case.lengths
         tokens = [chance.randrange(32_000) for _ in range(prompt)]
         if chance.random() < case.shared:
             tokens[: len(prefix)] = prefix[:prompt]
         gone = chance.expovariate(0.5) if chance.random() < case.aborted else None
-        ttft = LONG_TTFT if prompt > LONG else SHORT_TTFT
+        ttft = kind.ttft[prompt >= kind.long[0]]
         targets: dict[str, Any] = {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * case.tpot}
         targets |= {"tenant": tenant} if tenant else {}
         sampling = SamplingParams(
@@ -238,13 +270,13 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Run until every request has ended."""
-        scheduler, clock = self.scheduler, self.clock
+        scheduler, clock, depth = self.scheduler, self.clock, self.case.kind.depth
         while self.coming or self.flying or scheduler.requests:
             self._arrive()
-            if len(self.flying) < 2 and scheduler.has_requests():
+            if len(self.flying) < depth and scheduler.has_requests():
                 output = self._call("schedule")
                 self._launch(output)
-                if output.total_num_scheduled_tokens and len(self.flying) < 2:
+                if output.total_num_scheduled_tokens and len(self.flying) < depth:
                     continue
             if self.flying:
                 output, end = self.flying.popleft()
@@ -276,7 +308,9 @@ class Run:
         tokens = output.num_scheduled_tokens
         requests = self.scheduler.requests
         keys = sum(requests[name].num_computed_tokens for name in tokens)
-        seconds = STEP + TOKEN * sum(tokens.values()) + KEY * keys if tokens else 0.0
+        kind, rows = self.case.kind, sum(count == 1 for count in tokens.values())
+        seconds = kind.step + kind.token * sum(tokens.values()) + kind.key * keys + kind.row * rows
+        seconds = seconds + kind.prompt * (rows < len(tokens)) if tokens else 0.0
         self.busy_until = max(self.clock.now, self.busy_until) + seconds
         self.flying.append((output, self.busy_until))
         self.num_steps += bool(tokens)
@@ -346,8 +380,8 @@ class Run:
         for job in back:
             if job.taken is None and job.arrival >= self.over:
                 job.taken = bool(job.tokens)
-        long = [job for job in jobs if job.prompt > LONG]
-        short = [job for job in jobs if job.prompt <= LONG]
+        long = [job for job in jobs if job.prompt >= self.case.kind.long[0]]
+        short = [job for job in jobs if job.prompt < self.case.kind.long[0]]
         firsts = sorted(job.first - job.arrival for job in jobs)
         exact = all(len(job.tokens) == job.output for job in jobs)
         found: dict[str, Any] = {
