@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Annotated, Any, Final
 
-from paceline.core.ranges import Range, outside, ranges_of
 from paceline.errors import ConfigError
+from paceline.ranges import Range, outside, ranges_of
 
 __all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
 

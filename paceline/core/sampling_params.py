@@ -9,8 +9,8 @@ from typing import Annotated, Final
 
 from paceline.core.grammar import Grammar
 from paceline.core.pooling import PoolingParams
-from paceline.core.ranges import Range, outside, ranges_of
 from paceline.errors import InvalidRequestError
+from paceline.ranges import Range, outside, ranges_of
 
 __all__ = ["MAX_BAD_WORDS", "MAX_LOGPROBS", "MAX_STOP_TOKENS", "SAMPLING", "SamplingParams"]
 

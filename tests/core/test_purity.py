@@ -15,8 +15,13 @@ import paceline.core
 CORE = Path(paceline.core.__file__).parent
 # folders, and the packages of ours that their modules may import
 PURE = {
-    CORE: ("paceline.core", "paceline.errors"),
-    CORE.parent / "speculation": ("paceline.core", "paceline.errors", "paceline.speculation"),
+    CORE: ("paceline.core", "paceline.errors", "paceline.ranges"),
+    CORE.parent / "speculation": (
+        "paceline.core",
+        "paceline.errors",
+        "paceline.ranges",
+        "paceline.speculation",
+    ),
 }
 
 BANNED = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from paceline.core.ranges import Range, outside
 from paceline.errors import ConfigError
+from paceline.ranges import Range, outside
 
 __all__ = ["BackendSettings", "BatchLimits"]
 

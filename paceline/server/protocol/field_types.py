@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar, cast, overload
 
-from paceline.core.ranges import Range
 from paceline.errors import InvalidRequestError, UnknownModelError
 from paceline.http.fields import (
     check_array,
@@ -23,6 +22,7 @@ from paceline.http.fields import (
     check_token_ids,
     show,
 )
+from paceline.ranges import Range
 from paceline.server.protocol import schemas
 from paceline.server.protocol.body import (
     IGNORED,

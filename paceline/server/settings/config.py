@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from paceline.core.ranges import Range, outside, ranges_of
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.errors import ConfigError, InvalidRequestError
@@ -19,6 +18,7 @@ from paceline.http.otlp import check_endpoint
 from paceline.http.rate_limits.rates import NO_LIMITS, KeyLimits
 from paceline.http.rate_limits.store import check_storage_url
 from paceline.http.tls import check_tls_files
+from paceline.ranges import Range, outside, ranges_of
 from paceline.server.model_formats.reasoning import REASONING_FORMATS
 from paceline.server.model_formats.tool_formats import TOOL_FORMATS
 

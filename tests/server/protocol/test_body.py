@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 
 from paceline.core.pooling import EMBED, PoolingInfo
-from paceline.core.ranges import Range
 from paceline.errors import InvalidRequestError, RequestError, UnknownModelError
+from paceline.ranges import Range
 from paceline.server.apis.anthropic import MessagesBody, parse_messages_api
 from paceline.server.apis.llama_cpp.protocol import LlamaBody, parse_llama_completion
 from paceline.server.apis.ollama.protocol import (

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pytest
 
-from paceline.core.ranges import Range, outside, ranges_of
+from paceline.ranges import Range, outside, ranges_of
 
 
 @pytest.mark.parametrize(
