@@ -11,7 +11,7 @@ shows. ``worst_of_first_minute`` compares shares of these two bounds; shares of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
@@ -22,10 +22,23 @@ from benchmarks.overload.serving import as_served, in_time, play
 from benchmarks.studies.bound import Asked, Steps, own_seconds, share_in_time
 from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival
+from paceline.sim.config import ReplicaConfig
 from paceline.sim.report.table import text_table
 from paceline.sim.workload.spec import open_workload
 
-__all__ = ["MIXES", "Mix", "Mixed", "Outcome", "figures", "minute_of", "mixed", "share", "table"]
+__all__ = [
+    "MIXES",
+    "Mix",
+    "Mixed",
+    "Outcome",
+    "config_of",
+    "figures",
+    "minute_of",
+    "mixed",
+    "share",
+    "stream_of",
+    "table",
+]
 
 # means of 305 and 55 tokens; the machine serves six such requests a second
 PROMPTS: Final = "lognormal(255,0.6)"
@@ -82,19 +95,30 @@ MIXES: Final[dict[str, Mix]] = {
 }
 
 
+def stream_of(mix: Mix, seed: int, length: str) -> Iterator[Arrival]:
+    """Yield the requests of a mix but for its background, as many as ``length`` says."""
+    tenants = f",tenants={mix.tenants}" if mix.tenants else ""
+    spec = f"synthetic:rate={mix.rate},cv={mix.cv},prompt={PROMPTS},output={ANSWERS},{length}"
+    found = open_workload(f"{spec},classes={mix.classes}{tenants}", seed=seed)
+    if mix.prompts is None:
+        yield from found
+        return
+    rng, (low, high) = Random(f"{seed}/prompts"), map(math.log, mix.prompts)
+    for each in found:
+        yield replace(each, prompt_tokens=round(math.exp(rng.uniform(low, high))))
+
+
 def minute_of(mix: Mix, seed: int) -> list[Arrival]:
     """Return the requests of a minute."""
-    tenants = f",tenants={mix.tenants}" if mix.tenants else ""
-    spec = f"synthetic:rate={mix.rate},cv={mix.cv},prompt={PROMPTS},output={ANSWERS},seconds=60"
-    found = list(open_workload(f"{spec},classes={mix.classes}{tenants}", seed=seed))
-    if mix.prompts is not None:
-        rng, (low, high) = Random(f"{seed}/prompts"), map(math.log, mix.prompts)
-        found = [
-            replace(each, prompt_tokens=round(math.exp(rng.uniform(low, high)))) for each in found
-        ]
+    found = list(stream_of(mix, seed, "seconds=60"))
     if mix.background is not None:
         found.append(mix.background)
     return sorted(found, key=lambda arrival: arrival.at)
+
+
+def config_of(mix: Mix) -> ReplicaConfig:
+    """Return the configuration of the server."""
+    return as_served(mix.policy, **({} if mix.places is None else {"max_num_seqs": mix.places}))
 
 
 def _slo(arrival: Arrival) -> Slo | None:
@@ -141,8 +165,7 @@ def mixed(asked: Mixed) -> Outcome:
     ]
     end = MINUTE * asked.minutes
     watch = Shares(arrivals, seconds_of=own_seconds) if "best-effort" in mix.classes else None
-    config = as_served(mix.policy, **({} if mix.places is None else {"max_num_seqs": mix.places}))
-    run = play(config, Steps(), arrivals, until=end + 30.0, watch=watch)
+    run = play(config_of(mix), Steps(), arrivals, until=end + 30.0, watch=watch)
     judged = [
         (arrival.at, in_time(served, slo))
         for arrival, served in zip(run.arrivals, run.outcomes, strict=True)

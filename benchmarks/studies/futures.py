@@ -12,12 +12,13 @@ This module does not know how these futures are summed up, or how accurate forec
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import struct
 import traceback
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
@@ -29,7 +30,7 @@ from paceline.core.request import Request
 from paceline.sim.arrival import Arrival
 from paceline.sim.prompts import PromptMaker
 from paceline.sim.replica import Job, Replica, ReplicaConfig
-from paceline.sim.workload.spec import open_workload
+from paceline.sim.step_times.base import StepTimes
 
 __all__ = ["Promise", "Run"]
 
@@ -44,7 +45,7 @@ class Promise:
 
     request: Request
     predicted: float
-    # seconds to its first token in each future that was drawn
+    # seconds to its first token in each future that was drawn and in which it has one
     futures: list[float] = field(default_factory=list)
 
     @property
@@ -59,34 +60,34 @@ class Run:
     """One run, see the module's docstring.
 
     Args:
-        spec: the workload, for ``open_workload``; arrivals are a renewal process, and more than
-            are needed.
-        judged: numbers of the requests, in order of arrival, whose promises are returned.
-        config: has ``max_tokens``, since outputs end by themselves, no prefix caching, and no
-            limit by which a request that could be served would be refused.
-        times: its random source is the run's own.
+        workload: the arrivals of a seed, a renewal process, more than are needed.
+        judged: numbers of the requests, in order of arrival, whose promises are returned, unless
+            they are refused or dropped.
+        config: has no prefix caching. If it has ``max_tokens``, outputs end by themselves.
+        times: if its steps are random, their source is the run's own.
         sampled: whether futures are drawn for the promise of this number.
         num_futures: number of futures for each of them.
     """
 
     def __init__(
         self,
-        spec: str,
+        workload: Callable[[int], Iterable[Arrival]],
         config: ReplicaConfig,
-        times: Noisy,
+        times: StepTimes,
         *,
         seed: int,
         judged: range,
         sampled: Callable[[int], bool] = lambda number: False,
         num_futures: int = 0,
     ) -> None:
-        self._spec, self._seed = spec, seed
+        self._workload, self._seed = workload, seed
         self._times, self._config = times, config
         self._judged, self._sampled, self._num_futures = judged, sampled, num_futures
-        self._arrivals = iter(open_workload(spec, seed=seed))
+        self._arrivals = iter(workload(seed))
         self._next = next(self._arrivals)
         self._num_jobs = 0
         self._last_noted = -1
+        # those that have not ended
         self._jobs: dict[str, Job] = {}
         self._now = self._last_arrival = 0.0
         self._replica = Replica(
@@ -101,7 +102,7 @@ class Run:
     def serve(self) -> list[Promise]:
         """Serve, and return the promises in order of arrival."""
         if self._num_futures:
-            others = islice(open_workload(self._spec, seed=self._seed + 1_000_000), _DRAWN)
+            others = islice(self._workload(self._seed + 1_000_000), _DRAWN)
             self._lengths = sorted(arrival.output_tokens for arrival in others)
         note = FirstTokenForecast.note
 
@@ -124,7 +125,9 @@ class Run:
             # a failed child sends its parent no answer
             traceback.print_exc()
             os._exit(1)
-        return self.promises
+        return [
+            promise for promise in self.promises if promise.request.first_token_time is not None
+        ]
 
     def _go(self) -> None:
         replica = self._replica
@@ -138,16 +141,20 @@ class Run:
             replica.run(due)
             if self._answer is not None:
                 pipe, request = self._answer
-                if request.first_token_time is not None:
-                    seconds = request.first_token_time - request.asked.arrival_time
+                if self._is_settled(request):
+                    first = request.first_token_time
+                    seconds = math.nan if first is None else first - request.asked.arrival_time
                     os.write(pipe, _SECONDS.pack(seconds))
                     os._exit(0)
 
     def _is_over(self) -> bool:
-        """Whether all judged requests have their first tokens."""
+        """Whether all judged requests have their first tokens, or will never have one."""
         if self._last_noted < self._judged.stop - 1 or self._answer is not None:
             return False
-        return all(promise.request.first_token_time is not None for promise in self.promises)
+        return all(self._is_settled(promise.request) for promise in self.promises)
+
+    def _is_settled(self, request: Request) -> bool:
+        return request.first_token_time is not None or request.request_id not in self._jobs
 
     def _submit(self, arrival: Arrival) -> None:
         self._now = max(self._now, arrival.at)
@@ -161,7 +168,6 @@ class Run:
             self._replica.due = due
 
     def _ended(self, replica: Replica, job: Job, reason: str, now: float) -> None:
-        # one in a million drawn prompts is refused, as it is longer than the context
         del self._jobs[f"{job.number}/0"]
 
     # ------------------------------------------------------------------ futures
@@ -180,13 +186,16 @@ class Run:
             assert answer, "a future failed, see above"
             os.close(inlet)
             os.waitpid(child, 0)
-            promise.futures.append(_SECONDS.unpack(answer)[0])
+            (seconds,) = _SECONDS.unpack(answer)
+            if not math.isnan(seconds):
+                promise.futures.append(seconds)
 
     def _forget(self, rng: random.Random) -> None:
         """Draw again all that is unknown at this moment."""
-        self._times.random.seed(rng.random())
+        if isinstance(self._times, Noisy):
+            self._times.random.seed(rng.random())
         lengths, known = self._lengths, self._config.max_tokens
-        for job in self._jobs.values():
+        for job in self._jobs.values() if known is not None else ():
             request = job.request
             if request is None or request.asked.sampling.max_tokens != known:
                 # its max_tokens gives its length
@@ -202,7 +211,7 @@ class Run:
         """Yield arrivals from now on: the present gap is at least as long as it already is."""
         gone = self._now - self._last_arrival
         before, offset = 0.0, None
-        for arrival in open_workload(self._spec, seed=rng.randrange(1 << 40)):
+        for arrival in self._workload(rng.randrange(1 << 40)):
             if offset is None and arrival.at - before > gone:
                 offset = self._last_arrival - before
             before = arrival.at

@@ -120,6 +120,8 @@ class ForecastKind(NamedTuple):
     boosted: bool
     # the first token is predicted to be late, so that the request is demoted
     late: bool
+    # binary exponent of the seconds until it counts as late
+    patience: int = 6
 
 
 class Forecast(NamedTuple):

@@ -30,6 +30,8 @@ __all__ = ["FirstTokenForecast"]
 
 # priority levels with a bias of their own, on either side of 0
 _LEVELS: Final = 4
+# binary exponent of the seconds until a request is late, if it never is, and bound on the others
+_PATIENT: Final = 6
 # largest correction factor, and 1/x the smallest
 _MOST_BIAS: Final = 8.0
 # seconds of a forecast above which its weight in the bias does not grow
@@ -79,7 +81,7 @@ class FirstTokenForecast:
         self._taken_since: float | None = None
         # the last request that was predicted overtakes some that wait or run
         self._overtakes = False
-        # recent actual and predicted seconds, by kind of request
+        # by kind of request: recent logarithms of actual over predicted time, and their weights
         self.outcomes: dict[ForecastKind, tuple[float, float]] = {}
         # (time, tier, entry in ``_alike``) of the last arrivals
         self._arrivals: deque[tuple[float, Tier, tuple[float, int]]] = deque()
@@ -105,14 +107,8 @@ class FirstTokenForecast:
         whether it is demoted or others are."""
         history, arrival = request.history, request.asked.arrival_time
         rest = self._state.steps.starts(arrival + request.asked.adapter_wait) - arrival
-        forecast = self._forecast(request, rest)
-        seconds = self._seconds(forecast)
-        late = forecast is not None and forecast.kind.late
-        if seconds is not None and seconds <= longest and (late or self._crowds(request, rest)):
-            judged = self._forecast(request, rest, others_demoted=True)
-            if late or (judged is not None and judged.kind.late):
-                forecast, seconds = judged, self._seconds(judged)
-        history.forecast, history.predicted_ttft = forecast, seconds
+        history.forecast = self._forecast(request, rest, longest)
+        history.predicted_ttft = seconds = self._seconds(history.forecast)
         return seconds
 
     def rest(self) -> None:
@@ -145,48 +141,73 @@ class FirstTokenForecast:
         """Return the recent ratio of actual to predicted time for a kind of request; for a boosted
         kind the ratio of the same kind without boost, until one has had its first token."""
         known = self.outcomes.get(kind) or self.outcomes.get(kind._replace(boosted=False))
-        came, said = known or (1.0, 1.0)
-        return came / said
+        logs, weights = known or (0.0, 1.0)
+        return math.exp(logs / weights)
 
     def _forecast(
-        self, request: Request, rest: float = 0.0, *, others_demoted: bool = False
+        self, request: Request, rest: float = 0.0, longest: float = -math.inf
     ) -> Forecast | None:
         """Return the forecast, with ``rest`` seconds left of the running step; None before anything
-        was measured. ``others_demoted``: requests that will be late are assumed to be demoted."""
-        state, last = self._state, self._state.last
+        was measured. Triage is asked about a forecast within ``longest`` seconds alone."""
+        state = self._state
         self._learn_outcomes()
         if not state.step_time.ready:
             return None
-        if self._seen != last.version:
-            self._seen = last.version
-            self._look()
-        prompt = self._prompt_seconds(request, rest)
-        priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
-        kind = ForecastKind(request.tier, priority, request.boosted, late=False)
-        bias = self.bias(kind)
-        wait, alone, most = self._wait(request, bias)
+        self._look()
+        prompt, kind = self._prompt_seconds(request, rest), _kind_of(request)
+        bias, ahead = self.bias(kind), self._num_ahead(request)
+        wait, alone, most = self._wait(request, bias, *ahead)
         seconds = wait + prompt
         late = seconds > request.late_after
         if request.tier is not Tier.ORDINARY:
-            # requests before it come first, and then ordinary work to come leaves only a part
-            seconds = alone = alone + prompt + self._outside(request, prompt)
-            return Forecast(kind._replace(late=late), seconds, alone, 0.0, 0.0)
+            return self._best_effort(request, kind._replace(late=late), alone + prompt, prompt)
         demotes = state.config.demote_late and self._targets.dues and not request.boosted
-        if demotes and (late or others_demoted):
+        if demotes and late:
+            found = self._demoted(request, kind, seconds)
+        else:
+            overtaken = (wait - alone) / max(1e-9, bias * seconds)
+            known = kind._replace(late=late)
+            found = Forecast(known, seconds, alone + prompt, overtaken, most)
+        if not demotes or self.bias(found.kind) * found.seconds > longest:
+            return found
+        if found.kind.late or self._crowds(request, rest):
             # it will be demoted for other waiting requests, or some of these for it
-            kept = True
-            if others_demoted:
-                wait, kept = self._without_late(request, rest)
-                # where newcomers displace others, the time of those left out is not learned
-                kept = kept or self._displaces
-                seconds = wait + prompt if kept else max(seconds, wait + prompt)
-            late = not kept or seconds > _DOUBT * request.late_after
-            if late:
-                excess = max(0.0, seconds - request.late_after)
-                seconds += self._outside(request, excess)
-            return Forecast(kind._replace(late=late), seconds, seconds, 0.0, 0.0)
-        overtaken = (wait - alone) / max(1e-9, bias * seconds)
-        return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
+            wait, kept = self._without_late(request, rest, *ahead)
+            # where newcomers displace others, the time of those left out is not learned
+            kept = kept or self._displaces
+            seconds = wait + prompt if kept else max(seconds, wait + prompt)
+            judged = self._demoted(request, kind, seconds, kept=kept)
+            return judged if found.kind.late or judged.kind.late else found
+        return found
+
+    def _best_effort(
+        self, request: Request, kind: ForecastKind, seconds: float, prompt: float
+    ) -> Forecast:
+        """Return the forecast of a best-effort request: those before it come first, and then
+        ordinary work to come leaves only a part. Of those that cannot all meet their deadlines, the
+        largest is demoted, and the others are served when these come near."""
+        seconds += self._outside(request, prompt)
+        work, group, bias = self._state.work, self._targets.group, self.bias(kind)
+        if (deadline := request.targets.deadline) is not None and self._state.config.demote_late:
+            latest = max(0.0, deadline - work.output_tokens(request) * self._step_seconds)
+            if bias * seconds > latest:
+                own, name = work.seconds(request), group(request)
+                rivals = (r for _, _, r in self._targets.deadline_batch if group(r) == name)
+                if any(work.seconds(each) > own for each in islice(rivals, MAX_TRIAGED)):
+                    # no outcome tells more about it
+                    return Forecast(kind, latest / bias, 0.0, 0.0, 0.0)
+                kind = kind._replace(late=True)
+        return Forecast(kind, seconds, seconds, 0.0, 0.0)
+
+    def _demoted(
+        self, request: Request, kind: ForecastKind, seconds: float, *, kept: bool = True
+    ) -> Forecast:
+        """Return the forecast of a request that takes ``seconds`` unless it is demoted, which it is
+        if these are clearly too many, or triage has not ``kept`` it."""
+        late = not kept or seconds > _DOUBT * request.late_after
+        if late:
+            seconds += self._outside(request, max(0.0, seconds - request.late_after))
+        return Forecast(kind._replace(late=late), seconds, seconds, 0.0, 0.0)
 
     def _learn_outcomes(self) -> None:
         first_tokens = self._state.last.first_tokens
@@ -225,13 +246,15 @@ class FirstTokenForecast:
         crowded = not self._targets.in_time(starts, tokens + request.num_new_tokens, each)
         return crowded and request.late_after < math.inf and not self._displaces
 
-    def _without_late(self, request: Request, rest: float) -> tuple[float, bool]:
+    def _without_late(
+        self, request: Request, rest: float, num: int, tokens: float
+    ) -> tuple[float, bool]:
         """Return the seconds until it has a slot, and the prompts before its own are computed, if
         requests that will be late are demoted; and whether triage keeps it: otherwise all that are
         kept go before it."""
         targets, now = self._targets, request.asked.arrival_time
         first = list(islice(self._state.policy.service_order(targets.targeted), MAX_TRIAGED))
-        before, outside, num_outside = self._targeted_ahead(request)
+        before, outside, num_outside = self._targeted_ahead(request, num, tokens)
         before = min(before, len(first))
         first.insert(before, request)
         lacking, each = (self._pace * self._lasting(0.0, n) for n in (self._num_lacking, 1.0))
@@ -242,10 +265,10 @@ class FirstTokenForecast:
                 num, tokens = num + 1, tokens + other.num_lacking_tokens
         return self._until(num + num_outside, tokens + outside, boosted=False), kept
 
-    def _targeted_ahead(self, request: Request) -> tuple[int, float, int]:
+    def _targeted_ahead(self, request: Request, num: int, tokens: float) -> tuple[int, float, int]:
         """Return how many waiting requests that triage judges are before it; and of the others
         before it, which all keep their places, the prompt tokens and the number."""
-        targets, (num, tokens) = self._targets, self._num_ahead(request)
+        targets = self._targets
         if num <= 0:
             return 0, 0.0, 0
         if self._state.policy.keeps_tenants_apart:
@@ -265,10 +288,12 @@ class FirstTokenForecast:
         own = self._until(num, max(0, tokens), boosted=False) + wait
         return own * (1.0 / self._share.left_over(request, request.asked.arrival_time) - 1.0)
 
-    def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
-        """Return the seconds until the request has a slot and the prompts before its own are
-        computed; the same if no later request overtakes it; and for how many seconds some will."""
-        num, tokens = self._num_ahead(request)
+    def _wait(
+        self, request: Request, bias: float, num: int, tokens: float
+    ) -> tuple[float, float, float]:
+        """Return, with so many requests and prompt tokens before it, the seconds until the request
+        has a slot and these prompts are computed; the same if no later request overtakes it;
+        and for how many seconds some will."""
         self._overtakes = num < len(self._state.waiting)
         seconds = alone = self._until(num, tokens, boosted=request.boosted)
         span, overtakers = self._overtakers(request)
@@ -374,7 +399,10 @@ class FirstTokenForecast:
         return ends[known] + (number - known) * self._each
 
     def _look(self) -> None:
-        """Measure what runs; valid until the next plan, result or end of a request."""
+        """Measure what runs, once after each plan, result or end of a request."""
+        if self._seen == self._state.last.version:
+            return
+        self._seen = self._state.last.version
         state, running = self._state, self._state.running.requests
         full = len(state.waiting) > 0 and state.last.blocked_by in _FULL
         self._free_places = 0 if full else state.config.max_num_seqs - len(running)
@@ -397,13 +425,23 @@ class FirstTokenForecast:
     def _learn(self, forecast: Forecast, actual: float) -> None:
         """Update the bias of a kind by the outcome of a forecast."""
         if forecast.alone > 0.0:
-            # a ratio of sums, so that large errors of short forecasts count little; weights are
-            # limited, or the long waits of a whole queue would be learned late and all at once
+            # weighted, so that large errors of short forecasts count little; weights are limited,
+            # or the long waits of a whole queue would be learned late and all at once. The mean is
+            # of logarithms: of the waits of late requests a few are many times longer than most
             weight = min(_MOST_WEIGHT, forecast.seconds)
-            came, said = self.outcomes.get(forecast.kind, (weight, weight))
+            logs, weights = self.outcomes.get(forecast.kind, (0.0, weight))
             # bounded because of outliers
             waited = min(actual, forecast.overtaken_for)
             ratio = actual / (forecast.alone + forecast.overtaken * waited)
             ratio = min(_MOST_BIAS, max(1.0 / _MOST_BIAS, ratio))
-            came += 0.05 * (weight * ratio - came)
-            self.outcomes[forecast.kind] = came, said + 0.05 * (weight - said)
+            logs += 0.05 * (weight * math.log(ratio) - logs)
+            self.outcomes[forecast.kind] = logs, weights + 0.05 * (weight - weights)
+
+
+def _kind_of(request: Request) -> ForecastKind:
+    """Return the kind of a request that is predicted to be in time."""
+    priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
+    patience = _PATIENT
+    if request.late_after < math.inf:
+        patience = max(-_PATIENT, min(_PATIENT - 1, math.frexp(request.late_after)[1]))
+    return ForecastKind(request.tier, priority, request.boosted, False, patience)

@@ -86,7 +86,7 @@ class RequestQueue:
         sample = heap[:: 1 + len(heap) // _SAMPLED]
         if not sample:
             return 0
-        ahead = sum(entry[0] <= key for entry in sample)
+        ahead = sum(entry[3].order[0] <= key for entry in sample)
         # assumes that entries of requests that left are spread evenly
         return round(ahead / len(sample) * len(self._members))
 

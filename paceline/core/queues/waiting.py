@@ -204,21 +204,21 @@ class WaitingQueues:
 
     def ahead_of(self, request: Request, tier: Tier) -> tuple[int, int]:
         """Return (requests, new prompt tokens) expected to be served before a newcomer to a tier:
-        those of its own tier that the policy's queue puts first, and all of earlier tiers; for a
-        boosted one only boosted ones. Best effort with targets counts as one tier."""
-        between = Tier.ORDINARY < tier < Tier.BACKGROUND
+        all of earlier tiers, and those that come first in its own; for a boosted one only boosted
+        ones. Best effort with targets is served as one tier, in order."""
+        one = Tier.ORDINARY < tier < Tier.BACKGROUND
+        first, last = (Tier.DEADLINE_BATCH, Tier.DEMOTED) if one else (tier, tier)
         if request.boosted:
-            tiers = Tier.BACKGROUND if between else tier + 1
-            return sum(self._num_boosted[:tiers]), sum(self._boosted_tokens[:tiers])
-        before = Tier.BACKGROUND if between else tier
-        requests, tokens = sum(map(len, self._queues[:before])), sum(self.num_tokens[:before])
-        if before > Tier.DEMOTED:
-            requests += len(self.late)
-        own = self._queues[tier]
-        if between or not own:
-            return requests, tokens
-        ahead = min(len(own), own.num_ahead(request))
-        return requests + ahead, tokens + self.num_tokens[tier] * ahead // len(own)
+            return sum(self._num_boosted[: last + 1]), sum(self._boosted_tokens[: last + 1])
+        requests = tokens = 0
+        for each in range(last + 1):
+            queues = (self._queues[each], self.late)[: 1 + (each == Tier.DEMOTED)]
+            num = ahead = sum(map(len, queues))
+            if num and each >= first:
+                ahead = min(num, sum(queue.num_ahead(request) for queue in queues))
+            requests += ahead
+            tokens += self.num_tokens[each] * ahead // max(1, num)
+        return requests, tokens
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless sums and members agree."""

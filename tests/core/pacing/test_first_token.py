@@ -18,6 +18,7 @@ from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 from paceline.errors import QueueFullError
 from tests.core.machine import Machine
+from tests.core.parts import numbered
 from tests.driving import Driver, make_request
 
 NEWCOMER = make_request("new", 100)
@@ -345,8 +346,8 @@ def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
     forecast = forecast_of(state)
     for seconds, actual in ((0.1, 0.4), (1.0, 1.0), (100.0, 100.0)) * 100:
         forecast._learn(Forecast(KIND, seconds, seconds, 0.0, 0.0), actual)
-    # 0.1 times 4, and 1 twice, by 2.1
-    assert forecast.bias(KIND) == pytest.approx(2.4 / 2.1, rel=0.02)
+    # the logarithm of 4 with a weight of 0.1, and of 1 twice with 1
+    assert forecast.bias(KIND) == pytest.approx(4.0 ** (0.1 / 2.1), rel=0.02)
 
 
 def test_an_outcome_is_compared_with_as_many_overtakers_as_had_the_time_to_come() -> None:
@@ -436,3 +437,33 @@ def test_requests_without_targets_that_go_first_are_waited_for(policy: str) -> N
     while not newcomer.output_token_ids:
         machine.step()
     assert newcomer.history.predicted_ttft == pytest.approx(machine.now, rel=0.25)
+
+
+def test_best_effort_that_can_still_meet_its_deadline_is_told_no_later_time() -> None:
+    """Ten prompts of a second each are due in three: what is larger than all of them is left out,
+    and a smaller one is served when its deadline comes near."""
+    state = state_with()
+    soon = Slo(best_effort=True, deadline=3.0)
+    forecast = forecast_of(state)
+    for number in range(10):
+        state.waiting.push(numbered(f"b{number}", number, 5000, slo=soon))
+    small, large = numbered("small", 10, 100, slo=soon), numbered("large", 11, 9000, slo=soon)
+    alone = numbered("alone", 12, 100, slo=Slo(best_effort=True, deadline=30.0))
+    told = {request: forecast.note(request, math.inf) for request in (small, large, alone)}
+    late = {r: r.history.forecast.kind.late for r in told if r.history.forecast is not None}
+    assert late == {small: False, large: True, alone: False}
+    # less the time of its output
+    assert (told[small] or 0.0) < 3.0 < (told[large] or 0.0)
+    assert 3.0 < (told[alone] or 0.0) < 30.0
+    learned = small.history.forecast
+    assert learned is not None and not learned.alone, "the deadline tells nothing of the queue"
+
+
+def test_kinds_differ_by_how_long_a_request_may_wait() -> None:
+    forecast, kinds = forecast_of(state_with()), []
+    for ttft in (None, 1e-9, 0.9, 1.0, 3.0, 3600.0):
+        request = make_request("new", 100, slo=Slo(ttft=ttft))
+        assert forecast.note(request, math.inf) is not None
+        assert request.history.forecast is not None
+        kinds.append(request.history.forecast.kind.patience)
+    assert kinds == [6, -6, 0, 1, 2, 5]

@@ -69,6 +69,18 @@ def test_a_missed_target_comes_before_deadlines_by_order_unless_deadlines_press(
     assert queues.num_tokens[Tier.DEADLINE_BATCH] and not queues.num_tokens[Tier.ORDINARY]
 
 
+def test_best_effort_with_targets_counts_what_order_puts_first() -> None:
+    first, last = numbered("first", 1, 4, slo=PROMISE), numbered("last", 8, 5, slo=PROMISE)
+    missed, lost = demoted(numbered("missed", 2, 6)), demoted(numbered("lost", 9, 7))
+    newcomer = numbered("new", 5, 1, slo=PROMISE)
+    for policy in ("fcfs", "deadline"):
+        queues = queues_of(numbered("chat", 9, 3), first, last, missed, lost, policy=policy)
+        # in a tier half of the members have half of the tokens
+        assert queues.ahead_of(newcomer, newcomer.tier) == (3, 3 + 4 + 6)
+        background = numbered("background", 0, 1, slo=NIGHT)
+        assert queues.ahead_of(background, background.tier) == (5, 3 + 9 + 13)
+
+
 def test_sums_follow_those_that_come_go_and_move() -> None:
     boosted = numbered("boosted", 0, 10)
     boosted.boosted = True
