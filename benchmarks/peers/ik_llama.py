@@ -123,9 +123,10 @@ class IkLlama:
 
 
 def _flags(cpuinfo: str, level: Level | None) -> list[str]:
-    """Return CMake options, see ``cpu_flags``. Its own for AVX-512 leaves out extensions that its
-    source takes for granted then: without them it does not compile."""
-    flags = cpu_flags(cpuinfo, level)
+    """Return CMake options, see ``cpu_flags``, one of which has another name here. Its own for
+    AVX-512 leaves out extensions that its source takes for granted then: without them it does not
+    compile."""
+    flags = [flag.replace("AVX_VNNI", "AVXVNNI") for flag in cpu_flags(cpuinfo, level)]
     if "-DGGML_AVX512=ON" in flags:
         more = " ".join(f"-m{name}" for name in _EXTENSIONS if f" {name}" in cpuinfo)
         flags += [f"-DCMAKE_{language}_FLAGS={more}" for language in ("C", "CXX")]

@@ -217,9 +217,13 @@ class LlamaCpp:
         )  # fmt: skip
 
     def server(self, port: int) -> Command:
+        return self.server_of(self._quantised("Q4_0"), port)
+
+    def server_of(self, model: Path, port: int) -> Command:
+        """Return the command of its server with ``model``."""
         threads = str(len(self._places.cpus))
         return Command(
-            (str(self._binaries / "llama-server"), "-m", str(self._quantised("Q4_0")),
+            (str(self._binaries / "llama-server"), "-m", str(model),
              "--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads,
              "-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_TOKENS), "--no-webui"),
         )  # fmt: skip

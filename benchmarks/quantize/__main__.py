@@ -14,24 +14,29 @@ held back. ``published`` there is the default model as it is published, in four 
 and ``int8`` is the twin served in eight.
 
 llama.cpp, built from the source that benchmarks/peers takes, reads the file of four bits: its
-logits are compared with float32 of the same file. ``llama.cpp`` among the formats is what its own
-tools make of the twin with an importance matrix of the calibration text, served here like the
-others: Q4_1, in as many bytes, and Q4_K_M of the twin widened by zeros to whole blocks of 256,
-which has the same outputs. The file's speed is compared with the published one's, in turns.
+logits are compared with float32 of the same file, and its server is asked a question. ``llama.cpp``
+among the formats is what its own tools make of the twin with an importance matrix of the
+calibration text, served here like the others: Q4_1, in as many bytes, and Q4_K_M of the twin
+widened by zeros to whole blocks of 256, which has the same outputs. The file's speed is compared
+with the published one's, in turns.
 
-``killed``: the command is killed once half of the layers are done, and run again. ``memory``: the
+``mixture``: a mixture of experts with the twin's outputs (``twin.mix``) is quantized in four bits,
+and read on the gate's text and on chat, next to the mixture in float32.
+
+``killed``: the command is killed once half of the layers are done, and run again; its share of a
+whole run's time, and of its processors' time, which other load changes less. ``memory``: the
 command's peak on one layer of random weights in the shape of a model of 1.7B.
 
 ``rtn`` is ``--dtype q4`` of the 16-bit file, which rounds each group of weights between its minimum
 and maximum while loading. No setting of the command was chosen by ``gate``, ``third`` or the
 questions.
 
-The last line is JSON. PARTS=texts,killed,memory,peer,chat chooses; QUICK=1: the gate's text alone;
-KINDS=q4 leaves mixed bits out.
-FOLDER=PATH keeps the files there, and does not make those again that an earlier run left. TOKENS=16
-ends answers on chat where distributions are compared no further: minutes instead of a quarter of an
-hour, but loops are not counted, so no format passes. PACELINE_ISA=avx2 takes another level of the
-native kernels, which is printed.
+The last line is JSON. PARTS=a,b chooses of texts, killed, memory, peer, chat and mixture;
+QUICK=1: the gate's text alone; KINDS=q4 leaves mixed bits out. FOLDER=PATH keeps the files there,
+and does not make those again that an earlier run left. TOKENS=16 ends answers on chat where
+distributions are compared no further: minutes instead of a quarter of an hour, but loops are not
+counted, so no format passes. PACELINE_ISA=avx2 takes another level of the native kernels, which is
+printed.
 """
 
 from __future__ import annotations
@@ -56,9 +61,9 @@ from benchmarks.common.chat_gate import FIRST, KEPT, ROUNDED, judged, read_chat,
 from benchmarks.common.questions import LOOP_TOKENS, QUESTIONS
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.quantize.memory import memory_of_shape, run_alone
-from benchmarks.quantize.peer import llama_cpp, read_by_peer
+from benchmarks.quantize.peer import asked_of_server, llama_cpp, read_by_peer
 from benchmarks.quantize.speed import speed_ratio
-from benchmarks.quantize.twin import widen, write_twin
+from benchmarks.quantize.twin import mix, widen, write_twin
 from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import OWN_BITS
 from paceline.bench.machine import machine
@@ -81,7 +86,7 @@ from paceline.quantize.text import CHAT, calibration_windows
 MODEL: Final = "smollm2-135m"
 QUICK: Final = bool(os.environ.get("QUICK"))
 TOKENS: Final = int(os.environ.get("TOKENS") or LOOP_TOKENS)
-ALL_PARTS: Final = ("texts", "killed", "memory", "peer", "chat")
+ALL_PARTS: Final = ("texts", "killed", "memory", "peer", "chat", "mixture")
 PARTS: Final = (os.environ.get("PARTS") or ("texts" if QUICK else ",".join(ALL_PARTS))).split(",")
 # options of the command by kind of file
 ALL_KINDS: Final = {"q4": (), "mixed": ("--bits", "mixed")}
@@ -122,7 +127,8 @@ def quantized(source: Path, target: Path, *options: str) -> dict[str, float]:
 
 def killed_at_half(source: Path, target: Path, layers: int) -> dict[str, float]:
     """Kill the command once half of the layers are done, run it again, and return the seconds of
-    both. Raises RuntimeError where the first ends by itself."""
+    both, and those of the second's processors. Raises RuntimeError where the first ends by
+    itself."""
     command = [
         sys.executable,
         "-m",
@@ -142,10 +148,11 @@ def killed_at_half(source: Path, target: Path, layers: int) -> dict[str, float]:
         else:
             raise RuntimeError(f"{target} was written before half of {layers} layers were seen")
     middle = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    used = run_alone(command, quiet=True)
     return {
         "until_killed_s": round(middle - began, 1),
         "second_run_s": round(time.monotonic() - middle, 1),
+        "second_run_cpu_s": round(used.cpu_seconds, 1),
     }
 
 
@@ -260,7 +267,10 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
         target, whole = folder / "twin-killed.gguf", formats["q4"][0]
         layers = open_checkpoint(twin).config.num_hidden_layers
         results["killed"] = killed_at_half(twin, target, layers)
-        results["killed"]["equal_bytes"] = target.read_bytes() == whole.read_bytes()
+        killed = results["killed"]
+        killed["equal_bytes"] = target.read_bytes() == whole.read_bytes()
+        for key, of_whole in (("second_run_s", "seconds"), ("second_run_cpu_s", "cpu_seconds")):
+            killed[f"{key}_share"] = round(killed[key] / results[of_whole], 3)
         print(f"killed at half, in seconds: {results['killed']}", flush=True)
     if "memory" in PARTS:
         results["memory_of_1.7b"] = of = memory_of_shape(published, folder)
@@ -270,6 +280,9 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
             peer = llama_cpp(twin)
             for key, path in (("peer_kl", formats["q4"][0]), ("peer_kl_published", published)):
                 results[key] = round(read_by_peer(peer, path, texts["gate"], threads).kl, 5)
+            log, question = folder / "llama-server.log", QUESTIONS[0]
+            results["peer_server"] = asked_of_server(peer, formats["q4"][0], question, log)
+            print(f"llama.cpp's server, asked {question!r}: {results['peer_server']!r}", flush=True)
             # with the marks of turns
             text = tokenizer.decode(own.flatten().tolist(), skip_special_tokens=False)
             wide = folder / "twin-wide-f16.gguf"
@@ -293,7 +306,24 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
         show_texts(results["twin"])
     if "chat" in PARTS:
         results["chat_gate"] = chat(twin, formats, published)
+    if "mixture" in PARTS:
+        results["mixture"] = of_mixture(twin, folder, texts["gate"])
     return results
+
+
+def of_mixture(twin: Path, folder: Path, gate: NDArray[np.int64]) -> dict[str, Any]:
+    """Return what four bits of a mixture cost on the gate's text and on chat."""
+    mixture, target = folder / "mixture-f16.gguf", folder / "mixture-q4.gguf"
+    if not mixture.exists():
+        mix(twin, mixture)
+    found: dict[str, Any] = {"run": quantized(mixture, target)}
+    formats = {"mixture q4": (target, f"{OWN_BITS}/int8")}
+    found["texts"] = distances(mixture, formats, {"gate": gate})["mixture q4"]
+    show_texts({"mixture q4": found["texts"]})
+    read = read_chat(mixture, formats, QUESTIONS, choose_threads(None), tokens=TOKENS)
+    judgements = {name: judged(answers, ROUNDED, TOKENS) for name, answers in read.items()}
+    show(judgements)
+    return found | {"chat_gate": judgements}
 
 
 def show_texts(twins: dict[str, dict[str, Any]]) -> None:

@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 import gguf
 import numpy as np
 
+from benchmarks.quantize.twin import begin_file, end_file
+
 __all__ = ["Used", "memory_of_shape", "run_alone", "write_layer"]
 
 # as SmolLM2-1.7B has them
@@ -67,14 +69,7 @@ def write_layer(
     }  # fmt: skip
     of_heads = ("rope.dimension_count", "attention.key_length", "attention.value_length")
     changed |= {f"llama.{key}": width // heads for key in of_heads}
-    left_out = ("general.alignment", "general.architecture", "general.file_type")
-    writer = gguf.GGUFWriter(target, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in left_out:
-            kind = field.types[0]
-            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, changed.get(name, field.contents()), kind, sub_type=sub)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer = begin_file(reader, target, changed)
     vocabulary = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
     shapes = {"token_embd": (vocabulary, width)}
     shapes |= {f"blk.0.attn_{part}": (width, width) for part in ("q", "k", "v", "output")}
@@ -84,10 +79,7 @@ def write_layer(
         writer.add_tensor(f"{name}.weight", values.astype(np.float16))
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(width, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    end_file(writer)
 
 
 def memory_of_shape(source: Path, folder: Path) -> dict[str, int]:

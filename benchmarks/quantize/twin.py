@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,12 +18,38 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["widen", "write_twin"]
+__all__ = ["begin_file", "end_file", "mix", "widen", "write_twin"]
 
 _WRITTEN_ANEW: Final = ("general.alignment", "general.architecture", "general.file_type")
 # weights of a block of K kinds
 _BLOCK: Final = 256
+# of the mixture, and those that a token takes
+_EXPERTS: Final = 4
+_USED: Final = 2
 _ON_RESIDUAL: Final = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
+
+
+def begin_file(
+    reader: gguf.GGUFReader, target: Path, changed: Mapping[str, object] | None = None
+) -> gguf.GGUFWriter:
+    """Return a writer of a file in float16 with the keys of another, but those ``changed``."""
+    writer = gguf.GGUFWriter(target, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in _WRITTEN_ANEW:
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            value = (changed or {}).get(name, field.contents())
+            writer.add_key_value(name, value, kind, sub_type=sub)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    return writer
+
+
+def end_file(writer: gguf.GGUFWriter) -> None:
+    """Write what the writer was given."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def write_twin(source: Path, target: Path, seed: int = 1) -> None:
@@ -45,14 +72,7 @@ def write_twin(source: Path, target: Path, seed: int = 1) -> None:
     values = [
         np.stack([random.permutation(head_dim) for _ in range(kv_heads)]) for _ in range(layers)
     ]
-    writer = gguf.GGUFWriter(target, "llama")
-    for name, field in fields.items():
-        if name.startswith("GGUF.") or name in _WRITTEN_ANEW:
-            continue
-        kind = field.types[0]
-        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, sub_type=sub)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer = begin_file(reader, target)
     for tensor in reader.tensors:
         weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name):
@@ -66,10 +86,7 @@ def write_twin(source: Path, target: Path, seed: int = 1) -> None:
             tensor.name,
             np.ascontiguousarray(weight, dtype=np.float32 if weight.ndim == 1 else np.float16),
         )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    end_file(writer)
 
 
 def _permuted(
@@ -115,13 +132,7 @@ def widen(source: Path, target: Path) -> None:
     changed = dict(zip((f"llama.{key}" for key in keys), (wide, more, more // group), strict=True))
     rows = {"attn_q": wide, "attn_k": wide // group, "attn_v": wide // group}
     rows |= {"attn_output": wide, "ffn_down": wide}
-    writer = gguf.GGUFWriter(target, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in _WRITTEN_ANEW:
-            kind = field.types[0]
-            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, changed.get(name, field.contents()), kind, sub_type=sub)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer = begin_file(reader, target, changed)
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if values.ndim == 1:
@@ -134,7 +145,33 @@ def widen(source: Path, target: Path) -> None:
         out = np.zeros((rows.get(part, len(values)), columns), dtype=np.float16)
         out[: len(values), : values.shape[1]] = values
         writer.add_tensor(tensor.name, out)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    end_file(writer)
+
+
+def mix(source: Path, target: Path, seed: int = 2) -> None:
+    """Write a mixture of experts in float16 with the outputs of ``source``, a GGUF file of the
+    llama architecture without experts. Each expert is the layer's MLP with its inner dimensions
+    permuted, so all give the same but none is rounded as another is, and a router of random weights
+    chooses."""
+    reader, random = gguf.GGUFReader(source), np.random.default_rng(seed)
+    keys = ("feed_forward_length", "embedding_length")
+    inner, hidden = (int(reader.fields[f"llama.{key}"].contents()) for key in keys)
+    writer, orders = begin_file(reader, target), dict[str, list[NDArray[np.int64]]]()
+    writer.add_expert_count(_EXPERTS)
+    writer.add_expert_used_count(_USED)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        layer, part = (["", "", *tensor.name.split(".")])[-3:-1]
+        if layer not in orders:
+            orders[layer] = [random.permutation(inner) for _ in range(_EXPERTS)]
+        if part in ("ffn_gate", "ffn_up", "ffn_down"):
+            axis = 1 if part == "ffn_down" else 0
+            values = np.stack([np.take(values, order, axis) for order in orders[layer]])
+            name = tensor.name.replace(part, f"{part}_exps")
+        else:
+            name = tensor.name
+        writer.add_tensor(name, values.astype(np.float32 if values.ndim == 1 else np.float16))
+        if part == "ffn_norm":
+            router = random.standard_normal((_EXPERTS, hidden), dtype=np.float32)
+            writer.add_tensor(name.replace(part, "ffn_gate_inp"), router / math.sqrt(hidden))
+    end_file(writer)

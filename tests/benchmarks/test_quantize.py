@@ -11,11 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.common.processes import Command, Unavailable
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.quantize import memory, speed
 from benchmarks.quantize.__main__ import killed_at_half
 from benchmarks.quantize.memory import memory_of_shape, run_alone, write_layer
-from benchmarks.quantize.peer import read_by_peer
+from benchmarks.quantize.peer import asked_of_server, read_by_peer
 from benchmarks.quantize.speed import speed_ratio
 from paceline.backends.native import unavailable_reason
 from paceline.checkpoints.open import open_checkpoint
@@ -64,6 +65,39 @@ def test_how_far_a_peers_logits_are(folder: Path, windows: NDArray[np.int64]) ->
     assert abs(same.kl) < 1e-6 and same.top1 > 0.99
     # half the variance of the noise
     assert other.kl == pytest.approx(0.005, rel=0.2)
+
+
+# answers with what it was asked, once it is said to listen
+SERVER = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = asked["messages"][0]["content"]
+        self.send_response(400 if text == "bad" else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": text}}]}).encode())
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print(f"0.08 I srv  llama_server: listening on http://127.0.0.1:{server.server_port}", flush=True)
+server.serve_forever()
+"""
+
+
+class ServingPeer:
+    def server_of(self, model: Path, port: int) -> Command:
+        return Command((sys.executable, "-c", SERVER, str(port)))
+
+
+@pytest.mark.parametrize(
+    ("question", "why"), [("Why?", ""), ("bad", "answers 400"), (" ", "no text")]
+)
+def test_a_peers_server_is_asked(tmp_path: Path, question: str, why: str) -> None:
+    ask = partial(asked_of_server, cast(LlamaCpp, ServingPeer()), tmp_path, question)
+    if not why:
+        assert ask(tmp_path / "log") == question
+        return
+    with pytest.raises(Unavailable, match=why):
+        ask(tmp_path / "log")
 
 
 @pytest.mark.thorough

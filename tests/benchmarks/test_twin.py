@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.quantize.__main__ import bits_of_layers
-from benchmarks.quantize.twin import widen, write_twin
+from benchmarks.quantize.twin import mix, widen, write_twin
 from paceline.checkpoints.open import open_checkpoint
 from paceline.quantize.check import layer_by_layer
 from tests.checkpoints.builders import HIDDEN, VOCAB, write_gguf
@@ -37,6 +37,21 @@ def test_a_twin_and_its_widened_form_compute_the_same(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     before, after = (open_checkpoint(path).tensor(name) for path in (source, twin))
     assert np.abs(before - after).max() > 1 and before.shape[1] == HIDDEN
+
+
+def test_a_mixture_computes_what_its_source_does(tmp_path: Path) -> None:
+    twin, mixture = tmp_path / "twin.gguf", tmp_path / "mixture.gguf"
+    write_twin(write_gguf(tmp_path / "model.gguf"), twin)
+    mix(twin, mixture)
+    same = logits(twin)
+    assert np.abs(logits(mixture) - same).max() < 0.001 * same.std()
+    checkpoint = open_checkpoint(mixture)
+    assert (checkpoint.config.num_experts, checkpoint.config.experts_per_token) == (4, 2)
+    name = "model.layers.0.mlp.experts.{}.up_proj.weight"
+    first, second = (checkpoint.tensor(name.format(expert)) for expert in (0, 1))
+    # the same rows in another order
+    assert not np.array_equal(first, second)
+    assert np.array_equal(np.sort(first[:, 0]), np.sort(second[:, 0]))
 
 
 def test_heads_that_cannot_be_widened_are_refused(tmp_path: Path) -> None:

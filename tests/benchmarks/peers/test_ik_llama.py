@@ -78,4 +78,5 @@ def test_logits_are_those_that_its_program_writes(places: Places) -> None:
 def test_all_of_avx512_that_its_source_needs_is_asked_for() -> None:
     cpuinfo = "flags\t: avx2 avx512f avx512dq avx512bw avx512vl\n"
     assert "-DCMAKE_CXX_FLAGS=-mavx512dq -mavx512vl" in _flags(cpuinfo, None)
+    assert "-DGGML_AVXVNNI=ON" in _flags("flags\t: avx2 avx_vnni\n", None)
     assert not any("CMAKE" in flag for flag in _flags(cpuinfo, LEVELS["avx2"]))
