@@ -108,7 +108,9 @@ class Turn:
         away = self._away
         if now - self._measured_at > LATELY:
             away = sum(min(slot.seconds, slot.slice) for slot in others if not slot.loads)
-        return away, self._slices * min(slot.limit for slot in others)
+        # parts of a step are of unequal length, and longer than predicted now and then
+        parts = max(1.0, self._slices / 2)
+        return away, parts * min(slot.limit for slot in others)
 
     def planned(self, seconds: float, due: float, tightest_tpot: float) -> None:
         """Note a step that will be computed: predicted seconds, the time by which it must have
