@@ -10,13 +10,15 @@ that model, really run.
   a random choice; baselines are an oracle, one who knows which small answers are right, and the
   longest prompts first;
 * ``samples``: the same of ``cascade`` with the agreement of three further answers;
-* ``gaps``: APGR next to its oracle for large models that are wrong more often, so that the two
-  models' qualities lie closer;
+* ``pairs``: the same small answers next to three scripted large models, the first as above and two
+  that are wrong more often, so that the qualities lie closer: what any judge of the small answers
+  can have (``small known``), and these routers;
 * ``bound``: the mean loss over 20 splits of 200 labels to fit, 200 to calibrate and 100 to test;
 * ``unseen_kind``: the kinds held out, with scorers that never saw them;
 * ``router_us``: one decision, from the prompt and the answer's tokens to the score;
 * ``overload``: the large engine at twice its load, in virtual time (``overload``);
-* ``ttft_added_ms``: what holding tokens back adds to a first token, live (``live``).
+* ``ttft_added_ms``: what holding tokens back adds to a first token, live (``live``);
+* ``other_requests``: what it costs requests of models without a cascade, in turns (``cost``).
 
 The last line is JSON; a part that was not run is absent from it, and named above it.
 ``PARTS=bound,folds`` runs some; QUICK=1: the bound alone.
@@ -32,11 +34,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.cascade.collect import SAMPLES, SMALL, answers_of, labels
+from benchmarks.cascade.collect import SAMPLES, SMALL, answers_of, folder, labels
+from benchmarks.cascade.cost import other_requests
 from benchmarks.cascade.judging import (
     bound,
-    by_gap,
     by_kind,
+    by_pair,
     in_folds,
     pair,
     router_us,
@@ -52,7 +55,7 @@ from paceline.bench.machine import machine
 
 # a large model as a file; "": it is scripted
 LARGE = os.environ.get("LARGE", "")
-PARTS = ("bound", "folds", "samples", "gaps", "unseen", "overload", "live")
+PARTS = ("bound", "folds", "samples", "pairs", "unseen", "overload", "live", "cost")
 
 
 def rows_of(samples: int = 0) -> tuple[list[Measured], list[Measured]]:
@@ -89,10 +92,10 @@ def parts() -> list[str]:
 def figures(usual: Sequence[Measured], held: Sequence[Measured]) -> dict[str, Any]:
     """Run the parts, and print each."""
     wanted = parts()
-    show("quality of the small and the large model, by kind", by_kind([*usual, *held]))
-    found: dict[str, Any] = {
-        "quality": [mean(r.small for r in usual), mean(r.large for r in usual)]
-    }
+    found: dict[str, Any] = {}
+    if usual:
+        show("quality of the small and the large model, by kind", by_kind([*usual, *held]))
+        found["quality"] = [mean(r.small for r in usual), mean(r.large for r in usual)]
     if "bound" in wanted:
         found["bound"] = bound(usual)
         show("bound on the loss, 20 splits", found["bound"])
@@ -110,9 +113,10 @@ def figures(usual: Sequence[Measured], held: Sequence[Measured]) -> dict[str, An
         drawn = in_folds(rows_of(SAMPLES)[0], ("cascade",))["cascade"]
         found["with_samples"] = {"samples": SAMPLES, **drawn}
         show(f"cascade with {SAMPLES} further answers, ten folds", drawn)
-    if "gaps" in wanted:
-        found["apgr_by_gap"] = by_gap(usual)
-        show("APGR by the quality of a scripted large model", found["apgr_by_gap"])
+    if "pairs" in wanted:
+        found["pairs"] = by_pair(usual)
+        for name, each in found["pairs"].items():
+            show(f"a scripted large model that is better by {name}", each)
     if "unseen" in wanted:
         found["unseen_kind"] = unseen(usual, held)
         show("kinds never seen: no bound is promised, as they are not exchangeable with the labels",
@@ -127,13 +131,23 @@ def figures(usual: Sequence[Measured], held: Sequence[Measured]) -> dict[str, An
             print(f"\nnot run: live: {error}")
         else:
             show("first tokens in mode prefix", found["ttft_added_ms"])
+    if "cost" in wanted:
+        try:
+            found["other_requests"] = other_requests(folder())
+        except Unavailable as error:
+            print(f"\nnot run: cost: {error}")
+        else:
+            show("requests of a model without a cascade", found["other_requests"])
     print(f"\nnot run: {', '.join(name for name in PARTS if name not in wanted) or 'nothing'}")
     return found
 
 
 def main() -> int:
+    usual: list[Measured] = []
+    held: list[Measured] = []
     try:
-        usual, held = rows_of()
+        if parts() != ["cost"]:
+            usual, held = rows_of()
     except Unavailable as error:
         print(f"not run: {error}", file=sys.stderr)
         return 1

@@ -6,7 +6,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +18,7 @@ from paceline.bench.calibrate.asking import Answers
 from paceline.bench.calibrate.checkers import quality, text_of
 from paceline.bench.calibrate.curves import (
     Interval,
+    Outcomes,
     apgr,
     auroc,
     calls_saved,
@@ -38,8 +40,8 @@ from paceline.routing.cascade import pick_threshold
 
 __all__ = [
     "bound",
-    "by_gap",
     "by_kind",
+    "by_pair",
     "in_folds",
     "pair",
     "router_us",
@@ -55,13 +57,20 @@ _FIT: Final = 200
 # share of its answers that the scripted large model gets wrong, by kind; others: _USUAL
 _WRONG: Final = {"products": 0.12, "sorting": 0.1, "code": 0.1, "counting": 0.12, "json": 0.06}
 _USUAL: Final = 0.04
+# random choices that are averaged
+_DRAWS: Final = 400
+# tries of which the worst counts, for weaker large models
+_TIMES_WRONG: Final = (1, 4, 8)
 
 
-def scripted_large(labels: Sequence[Label], seed: int = 0) -> list[str]:
-    """Return the scripted large model's answers: the checker's, wrong by a rate per kind."""
+def scripted_large(labels: Sequence[Label], seed: int = 0, times: int = 1) -> list[str]:
+    """Return the scripted large model's answers: the checker's, wrong by a rate per kind; with
+    ``times`` as if it were wrong where one of so many tries is."""
     draw = random.Random(seed)
+    rates = {kind: 1.0 - (1.0 - rate) ** times for kind, rate in {**_WRONG, "": _USUAL}.items()}
     return [
-        "?" if draw.random() < _WRONG.get(label.kind, _USUAL) else truth(label) for label in labels
+        "?" if draw.random() < rates.get(label.kind, rates[""]) else truth(label)
+        for label in labels
     ]
 
 
@@ -122,21 +131,40 @@ def in_folds(rows: Sequence[Measured], modes: Sequence[Mode] = MODES) -> dict[st
     return found
 
 
-def by_gap(rows: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    """Return the figures of the same small answers next to large models that are wrong by chance on
-    more of the tasks: none, 15 and 30 of 100 more."""
+def _by_chance(figure: Callable[[Outcomes, Any], float], outcomes: Outcomes) -> list[float]:
+    """Return a figure of a random choice: its mean over draws, and the middle 95 % of them."""
+    draw, count = np.random.default_rng(0), len(outcomes.small)
+    found = [figure(outcomes, draw.random(count)) for _ in range(_DRAWS)]
+    return [round(float(each), 3) for each in (np.mean(found), *np.quantile(found, (0.025, 0.975)))]
+
+
+def by_pair(rows: Sequence[Measured]) -> dict[str, dict[str, Any]]:
+    """Return the figures of the same small answers next to scripted large models that are wrong as
+    often as now, and as the worst of 4 and of 8 tries: a weaker one is weakest in hard kinds. A
+    key is the difference of qualities; a figure is [value, low, high]."""
     found = {}
-    for more in (0.0, 0.15, 0.3):
-        draw = random.Random(1)
-        weaker = [
-            msgspec.structs.replace(row, large=row.large * (draw.random() >= more)) for row in rows
+    saved = partial(calls_saved, share=0.95)
+    for times in _TIMES_WRONG:
+        large = scripted_large([row.label for row in rows], times=times)
+        pairs = [
+            msgspec.structs.replace(row, large=quality(row.label, answer))
+            for row, answer in zip(rows, large, strict=True)
         ]
-        outcomes = outcomes_of(weaker)
-        scores = {mode: out_of_fold(weaker, mode, FIRST) for mode in MODES[:2]}
-        gap = float(outcomes.large.mean() - outcomes.small.mean())
-        known: dict[str, Any] = {"oracle": oracle(outcomes), "small known": outcomes.small}
-        found[f"{gap:.2f}"] = {
-            name: round(apgr(outcomes, s), 3) for name, s in (known | scores).items()
+        outcomes = outcomes_of(pairs)
+        scores: dict[str, Any] = {
+            "oracle": oracle(outcomes),
+            "small known": outcomes.small,
+        }
+        scores |= {mode: out_of_fold(pairs, mode, FIRST) for mode in MODES[:2]}
+        qualities = float(outcomes.small.mean()), float(outcomes.large.mean())
+        found[f"{qualities[1] - qualities[0]:.2f}"] = {
+            "quality": [round(each, 3) for each in qualities],
+            "apgr": {name: _told(interval(apgr, outcomes, s)) for name, s in scores.items()}
+            | {"random": _by_chance(apgr, outcomes)},
+            "calls_saved_at_95": {
+                name: _told(interval(saved, outcomes, s)) for name, s in scores.items()
+            }
+            | {"random": _by_chance(saved, outcomes)},
         }
     return found
 

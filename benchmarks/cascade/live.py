@@ -3,6 +3,11 @@
 The small model's server is the real one. A gateway before it holds the first tokens back and then
 sends them on (the threshold lets all prompts through), so what it adds to a first token is the time
 of the tokens that it holds. The large model is the engine that computes nothing.
+
+Each prompt is asked in turns: plainly, with the log-probabilities that the judge reads, and through
+the gateway. What was added is given in tokens, with log-probabilities and without, of the same
+prompts, so that the machine's load cancels out. ``scripted`` is the same of a small model whose
+tokens come 20 ms apart: what it adds beyond the tokens held is the gateway's own.
 """
 
 from __future__ import annotations
@@ -27,6 +32,11 @@ from paceline.gateway.settings.calibration import Fitted, Side, digest_of
 __all__ = ["first_tokens"]
 
 _PROMPTS: Final = 20
+# each prompt is asked so often in each way, and the least time counts
+_TIMES: Final = 3
+_SCRIPTED_GAP: Final = 0.02
+# as a gateway asks for them
+_WITH_LOGPROBS: Final = {"logprobs": True, "top_logprobs": 5}
 _MAX_TOKENS: Final = 48
 _CONFIG: Final = """
 spend_storage = ""
@@ -37,23 +47,31 @@ url = "http://127.0.0.1:{small}"
 name = "large"
 url = "http://127.0.0.1:{large}"
 [[models]]
-name = "chat"
+name = "small"
+tiers = [["small:{model}"]]
+[[models]]
+name = "scripted"
+tiers = [["large:mock"]]
+"""
+_CASCADE: Final = """
+[[models]]
+name = "{name}"
 tiers = [["large:mock"]]
 [models.cascade]
-small = "small"
+small = "{small}"
 mode = "prefix"
 max_loss = 0.9
 prefix_tokens = {first}
 calibration = "{file}"
-[[models]]
-name = "small"
-tiers = [["small:{model}"]]
 """
 
 
-async def _first_token(port: int, model: str, row: Measured) -> tuple[float, float, str]:
+async def _first_token(
+    port: int, model: str, row: Measured, **more: Any
+) -> tuple[float, float, str]:
     """Return seconds to the first text and for each later token, and who answered."""
     body = row.label.body(model) | {"stream": True, "max_tokens": _MAX_TOKENS, "ignore_eos": True}
+    body |= more
     began, first, last = time.monotonic(), 0.0, 0.0
     async with exchange(port, "/v1/chat/completions", body) as answer:
         by = answer.headers.get(b"x-paceline-cascade", b"").decode().partition(";")[0]
@@ -74,7 +92,7 @@ def first_tokens(rows: Sequence[Measured]) -> dict[str, Any]:
     with (
         PacelineServer(SMALL, log=root / "server.log") as small,
         ReadyServer(
-            (sys.executable, "-m", "benchmarks.gateway.mock", "0"),
+            (sys.executable, "-m", "benchmarks.gateway.mock", str(_SCRIPTED_GAP)),
             r"^mock ready: http://127.0.0.1:(\d+)/v1", root / "mock.log", seconds=30.0,
         ) as large,
     ):  # fmt: skip
@@ -89,32 +107,56 @@ def first_tokens(rows: Sequence[Measured]) -> dict[str, Any]:
         file.write_bytes(msgspec.json.encode(msgspec.structs.replace(made, fitted=fitted)))
         config = root / "live.toml"
         config.write_text(
-            _CONFIG.format(small=small.port, large=large.port, first=FIRST, file=file, model=SMALL)
+            _CONFIG.format(small=small.port, large=large.port, model=SMALL)
+            + "".join(
+                _CASCADE.format(name=name, small=of, first=FIRST, file=file)
+                for name, of in (("chat", "small"), ("slow", "scripted"))
+            )
         )
         argv = (sys.executable, "-m", "paceline.cli.main", "gateway", str(config), "--port", "0")
         ready = r"^paceline gateway ready: http://127.0.0.1:(\d+)/v1"
         with ReadyServer(argv, ready, root / "gateway.log", seconds=60.0) as gateway:
-            return asyncio.run(_in_turns(rows[:_PROMPTS], small.port, gateway.port))
+            return asyncio.run(_in_turns(rows[:_PROMPTS], small.port, large.port, gateway.port))
 
 
-async def _in_turns(rows: Sequence[Measured], direct: int, gateway: int) -> dict[str, Any]:
-    own, through, gaps = [], [], []
+async def _in_turns(
+    rows: Sequence[Measured], direct: int, scripted: int, gateway: int
+) -> dict[str, Any]:
+    """Ask each prompt in every way."""
+    found: list[tuple[float, float, float, float]] = []
+    own: list[float] = []
     for row in rows:
-        # after this one both ways find the prompt computed
+        # after this one all ways find the prompt computed
         await _first_token(direct, SMALL, row)
-        seconds, gap, _ = await _first_token(direct, SMALL, row)
-        held, _, by = await _first_token(gateway, "chat", row)
+        turns = []
+        for _ in range(_TIMES):
+            plain = await _first_token(direct, SMALL, row)
+            told = await _first_token(direct, SMALL, row, **_WITH_LOGPROBS)
+            *held, by = await _first_token(gateway, "chat", row)
+            if by == "small":
+                turns.append((plain[0], held[0], plain[1], told[1]))
+        if turns:
+            first, through, gap, told_gap = (min(each) for each in zip(*turns, strict=True))
+            found.append((first, through, gap, told_gap))
+        first, gap, _ = await _first_token(scripted, "mock", row)
+        through, _, by = await _first_token(gateway, "slow", row)
         if by == "small":
-            own.append(1e3 * seconds)
-            through.append(1e3 * held)
-            gaps.append(1e3 * gap)
-    added = [b - a for a, b in zip(own, through, strict=True)]
+            own.append((through - first) / gap)
+    added = [through - first for first, through, *_ in found]
+
+    def middle(values: Sequence[float], scale: float = 1e3) -> float:
+        return round(scale * statistics.median(values), 1)
+
+    first, through, gap, told_gap = map(list, zip(*found, strict=True))
     return {
-        "prompts": len(added),
-        "direct_ms": round(statistics.median(own), 1),
-        "prefix_ms": round(statistics.median(through), 1),
-        "added_ms": round(statistics.median(added), 1),
-        "token_ms": round(statistics.median(gaps), 1),
-        "added_tokens": round(statistics.median(added) / statistics.median(gaps), 1),
+        "prompts": len(found),
+        "direct_ms": middle(first),
+        "prefix_ms": middle(through),
+        "added_ms": middle(added),
+        "token_ms": middle(gap),
+        "token_with_logprobs_ms": middle(told_gap),
+        "added_tokens": middle([a / g for a, g in zip(added, told_gap, strict=True)], 1.0),
+        "added_plain_tokens": middle([a / g for a, g in zip(added, gap, strict=True)], 1.0),
+        "scripted_added_tokens": middle(own, 1.0),
         "held_tokens": FIRST,
     }

@@ -32,7 +32,15 @@ from benchmarks.common.processes import Command, Process, Unavailable, free_port
 from benchmarks.common.server import ReadyServer
 from benchmarks.common.unmeasured import Unmeasured
 
-__all__ = ["overhead"]
+__all__ = [
+    "Side",
+    "cpu_seconds",
+    "gateway_core",
+    "mock_engine",
+    "overhead",
+    "pinned",
+    "run_load",
+]
 
 # requests a second of the runs for added time (all sides can serve the first), and for processor
 # time
@@ -75,8 +83,8 @@ def overhead(
         routers: by name, the interpreter of each one's environment.
     """
     with ExitStack() as stack:
-        fast = stack.enter_context(_mock(0.0, log_dir))
-        slow = stack.enter_context(_mock(_GAP, log_dir))
+        fast = stack.enter_context(mock_engine(0.0, log_dir))
+        slow = stack.enter_context(mock_engine(_GAP, log_dir))
         sides = {"direct": Side("direct", fast.port, "mock")}
         gateway = stack.enter_context(_paceline(fast.port, log_dir / "gateway.log"))
         sides["paceline"] = Side("paceline", gateway.port, "mock", gateway.pid)
@@ -117,12 +125,12 @@ def overhead(
 
 def _idle(sides: Sequence[Side]) -> None:
     """Measure the cost of each side without requests."""
-    pids = {side.pid: _cpu(side.pid) for side in sides if side.pid is not None}
+    pids = {side.pid: cpu_seconds(side.pid) for side in sides if side.pid is not None}
     began = time.monotonic()
     time.sleep(_IDLE_SECONDS)
     for side in sides:
         if side.pid is not None:
-            side.idle = (_cpu(side.pid) - pids[side.pid]) / (time.monotonic() - began)
+            side.idle = (cpu_seconds(side.pid) - pids[side.pid]) / (time.monotonic() - began)
 
 
 def _turns(
@@ -131,7 +139,7 @@ def _turns(
     added: dict[str, dict[str, list[float]]] = {}
 
     def turn(side: Side, rate: float, direct: dict[str, Any]) -> None:
-        run = _load(side, rate, seconds, 8, stream=True)
+        run = run_load(side, rate, seconds, 8, stream=True)
         print(f"  first content {rate:g}/s {side.name:9} {run}", file=sys.stderr)
         if side.name == "direct":
             direct |= run
@@ -166,10 +174,10 @@ def _processor(
     per_core: dict[str, list[float]] = {}
 
     def turn(name: str, pid: int, side: Side) -> None:
-        before = _cpu(pid)
+        before = cpu_seconds(pid)
         rate = _SLOW_RATES.get(name, (_CPU_RATE, _CHUNK_RATE))[0]
-        run = _load(side, rate, seconds, 2, stream=False)
-        spent = _cpu(pid) - before - side.idle * run["seconds"]
+        run = run_load(side, rate, seconds, 2, stream=False)
+        spent = cpu_seconds(pid) - before - side.idle * run["seconds"]
         print(f"  whole answers {name:9} {run} {spent:.2f} s", file=sys.stderr)
         per_core.setdefault(name, []).append(run["requests"] / spent)
 
@@ -194,10 +202,10 @@ def _relay(
         assert side.pid is not None, "a gateway"
         if name not in found["rps_per_core"]:
             raise Unavailable("the price of its requests was not measured")
-        before = _cpu(side.pid)
+        before = cpu_seconds(side.pid)
         rate = _SLOW_RATES.get(name, (_CPU_RATE, _CHUNK_RATE))[1]
-        run = _load(side, rate, seconds, _CHUNK_TOKENS, stream=True)
-        spent = _cpu(side.pid) - before - side.idle * run["seconds"]
+        run = run_load(side, rate, seconds, _CHUNK_TOKENS, stream=True)
+        spent = cpu_seconds(side.pid) - before - side.idle * run["seconds"]
         spent -= run["requests"] / found["rps_per_core"][name]
         print(f"  chunks        {name:9} {run} {spent:.2f} s", file=sys.stderr)
         cost.setdefault(name, []).append(1e6 * spent / run["chunks"])
@@ -209,9 +217,11 @@ def _relay(
     return {"relay_us_per_chunk": {n: round(statistics.median(v), 1) for n, v in cost.items()}}
 
 
-def _load(side: Side, rate: float, seconds: float, tokens: int, *, stream: bool) -> dict[str, Any]:
+def run_load(
+    side: Side, rate: float, seconds: float, tokens: int, *, stream: bool
+) -> dict[str, Any]:
     argv: Sequence[str] = (
-        *_pinned(_others()), sys.executable, "-m", "benchmarks.gateway.load",
+        *pinned(_others()), sys.executable, "-m", "benchmarks.gateway.load",
         str(side.port), side.model, str(rate), str(seconds), str(tokens),
         "stream" if stream else "whole",
     )  # fmt: skip
@@ -231,22 +241,22 @@ def _others() -> str:
     return ",".join(map(str, cores[:-1] or cores))
 
 
-def _pinned(cores: str) -> tuple[str, ...]:
+def pinned(cores: str) -> tuple[str, ...]:
     return ("taskset", "-c", cores)
 
 
-def _gateway_core() -> str:
+def gateway_core() -> str:
     return str(max(os.sched_getaffinity(0)))
 
 
-def _mock(gap: float, log_dir: Path) -> ReadyServer:
-    argv = (*_pinned(_others()), sys.executable, "-m", "benchmarks.gateway.mock", str(gap))
+def mock_engine(gap: float, log_dir: Path) -> ReadyServer:
+    argv = (*pinned(_others()), sys.executable, "-m", "benchmarks.gateway.mock", str(gap))
     return ReadyServer(argv, r"^mock ready: \S+:(\d+)/v1 ", log_dir / f"mock{gap}.log", seconds=30)
 
 
 def _paceline(engine: int, log: Path) -> ReadyServer:
     argv = (
-        *_pinned(_gateway_core()), sys.executable, "-m", "paceline.cli.main", "gateway",
+        *pinned(gateway_core()), sys.executable, "-m", "paceline.cli.main", "gateway",
         "--engine", f"http://127.0.0.1:{engine}", "--port", "0",
     )  # fmt: skip
     ready = r"^paceline gateway ready: \S+:(\d+)/v1 "
@@ -254,7 +264,7 @@ def _paceline(engine: int, log: Path) -> ReadyServer:
 
 
 def _bare(engine: int, log: Path) -> ReadyServer:
-    argv = (*_pinned(_gateway_core()), sys.executable, "-m", "benchmarks.gateway.bare", str(engine))
+    argv = (*pinned(gateway_core()), sys.executable, "-m", "benchmarks.gateway.bare", str(engine))
     return ReadyServer(argv, r"^bare ready: \S+:(\d+)/v1 ", log, seconds=30)
 
 
@@ -268,7 +278,7 @@ def _litellm(command: str, engine: int, log: Path) -> _Other:
         "litellm_settings:\n  set_verbose: false\n  telemetry: false\n"
     )
     argv = (
-        *_pinned(_gateway_core()), command, "--config", str(config), "--port", str(port),
+        *pinned(gateway_core()), command, "--config", str(config), "--port", str(port),
         "--host", "127.0.0.1", "--num_workers", "1",
     )  # fmt: skip
     # it uses the list of prices that is part of it, and it does not start without a key
@@ -284,7 +294,7 @@ def _router(name: str, python: Path, engine: int, log: Path) -> _Other:
     """Start it in its simplest mode: one worker, round robin, no logging of requests."""
     port = free_port()
     argv = (
-        *_pinned(_gateway_core()), str(python), "-m", f"{name.replace('-', '_')}.launch_router",
+        *pinned(gateway_core()), str(python), "-m", f"{name.replace('-', '_')}.launch_router",
         "--worker-urls", f"http://127.0.0.1:{engine}", "--host", "127.0.0.1", "--port", str(port),
         "--policy", "round_robin", "--prometheus-port", str(free_port()), "--log-level", "error",
     )  # fmt: skip
@@ -322,7 +332,7 @@ class _Other(Process):
             connection.close()
 
 
-def _cpu(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return the processor seconds of all live threads of a process, to the nanosecond."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9

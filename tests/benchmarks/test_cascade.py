@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cascade.collect import labels
-from benchmarks.cascade.judging import by_kind, pair, router_us, scripted_large
+from benchmarks.cascade.judging import by_kind, by_pair, pair, router_us, scripted_large
 from benchmarks.cascade.overload import overload
 from benchmarks.cascade.tasks import HELD_OUT, KINDS, make_labels, truth
 from paceline.bench.calibrate.asking import Answers
@@ -55,6 +55,16 @@ def test_figures_of_made_up_answers(tmp_path: Path) -> None:
     found = by_kind(rows)
     assert found["sums"][0] > 0.6 > found["sorting"][0] and found["sums"][1] > 0.8
     assert 0.0 < router_us(rows) < 20_000.0
+    # a weaker large model is closer, and a judge of the small answers alone gets further
+    pairs = by_pair(rows[:60])
+    gaps = [float(gap) for gap in pairs]
+    assert len(gaps) == 3 and gaps == sorted(gaps, reverse=True)
+    known = [each["apgr"]["small known"][0] for each in pairs.values()]
+    assert known == sorted(known) and known[0] > 0.5
+    for each in pairs.values():
+        areas = each["apgr"]
+        assert areas["oracle"][0] >= max(areas["small known"][0], areas["cascade"][0])
+        assert areas["random"][1] <= 0.5 <= areas["random"][2]
     told = overload(rows, seconds=20.0, splits=2)
     assert told["load-aware"]["attainment"] > told["large alone"]["attainment"]
     assert told["large alone"]["stays_small"] == 0.0
