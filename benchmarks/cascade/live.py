@@ -5,9 +5,10 @@ sends them on (the threshold lets all prompts through), so what it adds to a fir
 of the tokens that it holds. The large model is the engine that computes nothing.
 
 Each prompt is asked in turns: plainly, with the log-probabilities that the judge reads, and through
-the gateway. What was added is given in tokens, with log-probabilities and without, of the same
-prompts, so that the machine's load cancels out. ``scripted`` is the same of a small model whose
-tokens come 20 ms apart: what it adds beyond the tokens held is the gateway's own.
+the gateway. A token is as long as the first ones of the same answer are on average, as drafts make
+later ones shorter: ``added_tokens`` is what was added, in these, so that the machine's load cancels
+out. ``scripted_added_tokens`` is the same of a small model whose tokens come 20 ms apart: what it
+has beyond the tokens held, less one, is the gateway's own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -69,20 +70,23 @@ calibration = "{file}"
 async def _first_token(
     port: int, model: str, row: Measured, **more: Any
 ) -> tuple[float, float, str]:
-    """Return seconds to the first text and for each later token, and who answered."""
+    """Return seconds to the first text, from there to the last of the tokens that are held, and who
+    answered. Chunks without log-probabilities count as a token each."""
     body = row.label.body(model) | {"stream": True, "max_tokens": _MAX_TOKENS, "ignore_eos": True}
-    body |= more
-    began, first, last = time.monotonic(), 0.0, 0.0
-    async with exchange(port, "/v1/chat/completions", body) as answer:
+    began, first, held, count = time.monotonic(), 0.0, 0.0, 0
+    async with exchange(port, "/v1/chat/completions", body | more) as answer:
         by = answer.headers.get(b"x-paceline-cascade", b"").decode().partition(";")[0]
         async for line in answer.lines():
-            if line.startswith(b"data: {"):
-                choices = json.loads(line[6:])["choices"]
-                if choices and choices[0]["delta"].get("content"):
+            if not line.startswith(b"data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                if choice["delta"].get("content"):
                     first = first or time.monotonic()
-                if choices and choices[0].get("finish_reason"):
-                    last = time.monotonic()
-    return first - began, (last - first) / (_MAX_TOKENS - 1), by
+                    # drafts that were accepted come several in a chunk
+                    count += len((choice.get("logprobs") or {}).get("content") or "x")
+                    if count >= FIRST:
+                        held = held or time.monotonic()
+    return first - began, held - first, by
 
 
 def first_tokens(rows: Sequence[Measured]) -> dict[str, Any]:
@@ -123,40 +127,38 @@ async def _in_turns(
     rows: Sequence[Measured], direct: int, scripted: int, gateway: int
 ) -> dict[str, Any]:
     """Ask each prompt in every way."""
-    found: list[tuple[float, float, float, float]] = []
+    found: list[tuple[float, float, float]] = []
     own: list[float] = []
     for row in rows:
         # after this one all ways find the prompt computed
         await _first_token(direct, SMALL, row)
         turns = []
         for _ in range(_TIMES):
-            plain = await _first_token(direct, SMALL, row)
-            told = await _first_token(direct, SMALL, row, **_WITH_LOGPROBS)
-            *held, by = await _first_token(gateway, "chat", row)
+            plain, *_ = await _first_token(direct, SMALL, row)
+            _, held, _ = await _first_token(direct, SMALL, row, **_WITH_LOGPROBS)
+            through, _, by = await _first_token(gateway, "chat", row)
             if by == "small":
-                turns.append((plain[0], held[0], plain[1], told[1]))
+                turns.append((plain, through, held))
         if turns:
-            first, through, gap, told_gap = (min(each) for each in zip(*turns, strict=True))
-            found.append((first, through, gap, told_gap))
-        first, gap, _ = await _first_token(scripted, "mock", row)
+            first, through, held = (min(each) for each in zip(*turns, strict=True))
+            found.append((first, through, held))
+        first, held, _ = await _first_token(scripted, "mock", row)
         through, _, by = await _first_token(gateway, "slow", row)
         if by == "small":
-            own.append((through - first) / gap)
-    added = [through - first for first, through, *_ in found]
+            own.append((FIRST - 1) * (through - first) / held)
 
-    def middle(values: Sequence[float], scale: float = 1e3) -> float:
+    def middle(values: Iterable[float], scale: float = 1e3) -> float:
         return round(scale * statistics.median(values), 1)
 
-    first, through, gap, told_gap = map(list, zip(*found, strict=True))
     return {
         "prompts": len(found),
-        "direct_ms": middle(first),
-        "prefix_ms": middle(through),
-        "added_ms": middle(added),
-        "token_ms": middle(gap),
-        "token_with_logprobs_ms": middle(told_gap),
-        "added_tokens": middle([a / g for a, g in zip(added, told_gap, strict=True)], 1.0),
-        "added_plain_tokens": middle([a / g for a, g in zip(added, gap, strict=True)], 1.0),
+        "direct_ms": middle(first for first, *_ in found),
+        "prefix_ms": middle(through for _, through, _ in found),
+        "added_ms": middle(through - first for first, through, _ in found),
+        "held_ms": middle(held for *_, held in found),
+        "added_tokens": middle(
+            ((FIRST - 1) * (through - first) / held for first, through, held in found), 1.0
+        ),
         "scripted_added_tokens": middle(own, 1.0),
         "held_tokens": FIRST,
     }
