@@ -3,32 +3,41 @@
     python -m benchmarks.fleet.apart
 
 Method. SmolLM2-135M, prompts of ``PROMPT`` (512) random tokens, ``OUTPUT`` (64) tokens of
-output, arrivals at random. A replica on one core is recorded under a load, without drafts; the
-recording's step times drive the simulator, with the gateway's own decision. For each target it
-finds the highest rate of either way at which 90 % of the requests are within both limits. The live
-rate is the geometric mean of the two: the simulated winner meets it and the loser does not.
-The targets are multiples of what the recording says: 2 or 15 steps of one sequence for a token, and
-5 prompts for the first one. Then both ways run live behind a gateway, ``PD_SECONDS`` (40) each, at
-each target: each replica's processes may use one core, which they share with the gateway and this
-client.
+output, arrivals at random. What the simulator is told is measured first, at other requests than
+those that are judged: step times of a replica on one core while another one computes on the other
+core, as they share caches and memory, without drafts; and the time from the first token at the
+replica for prompts to the next one at that for answers, through the gateway.
 
-``ratio`` is requests within both targets, apart over together: ``simulated`` at that rate, and
-``live``. ``same_sign``: both are above 1, or both are not. ``handed`` counts live hand-overs.
+For each target the simulator finds, with the gateway's own decision, the highest rate of either way
+at which 90 % of the requests are within both limits. The targets are multiples of what was
+measured: 5 prompts for the first token, and for a token 15 steps of one sequence (loose), or that
+of 1.5, 2, 3 and 4 steps (tight) at which the ways differ most in the simulation, at all of
+``SEEDS``. The live rate is the geometric mean of the two: the simulated winner meets it and the
+loser does not. Then both ways run live behind a gateway, ``PD_REQUESTS`` (60) requests at each
+target, the same at the same times: each replica's processes may use one core, which they share with
+the gateway and this client.
+
+``ratio`` is requests within both targets, apart over together: ``simulated`` at that rate, the mean
+and at each seed, and ``live``. ``difference`` is that of the live shares with its interval of 95 %,
+by pairs of the same request. ``same_sign``: both ratios are above 1, or both are not; ``certain``:
+no seed and no end of the interval says otherwise. ``handed`` counts live hand-overs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any, Final
 
 from benchmarks.common.client import exchange
@@ -38,20 +47,21 @@ from benchmarks.fleet.blocks import model_flags, prompt
 from paceline.bench.machine import machine
 from paceline.sim.plan.apart import ApartLoad, best_ways, pool_of, run_way
 from paceline.sim.plan.split import decode_step, prompt_step
-from paceline.sim.simulator import KVTransfer, Pool
+from paceline.sim.simulator import Pool
 from paceline.sim.step_times.spec import Source, open_step_times
+from paceline.sim.transfer import KVTransfer
 
 __all__ = ["apart"]
 
 PROMPT: Final = int(os.environ.get("PROMPT", "512"))
 OUTPUT: Final = int(os.environ.get("OUTPUT", "64"))
-SECONDS: Final = float(os.environ.get("PD_SECONDS", "40"))
+REQUESTS: Final = int(os.environ.get("PD_REQUESTS", "60"))
+SEEDS: Final = (3, 13, 23, 33)
 # targets of a token, in steps of one sequence, and of the first one, in prompts
-TARGETS: Final = {"tight": 2.0, "loose": 15.0}
+TARGETS: Final = {"tight": (1.5, 2.0, 3.0, 4.0), "loose": (15.0,)}
 _TTFT: Final = 5.0
-# int8 keys and values of the 135M, and a loopback's rate
-_KV_BYTES: Final = 12_240.0
-_LOOPBACK: Final = 2.5e9
+# streams that are handed over to measure what that takes
+_HAND_OVERS: Final = 9
 _SPLIT_ABOVE: Final = 256
 _KEY: Final = "benchmark-key-012345"
 
@@ -62,12 +72,19 @@ class Outcome:
 
     ttft: float = float("inf")
     tpot: float = float("inf")
+    # from the first token to the next
+    gap: float = float("inf")
     error: str = ""
 
+    def met(self, ttft: float, tpot: float) -> bool:
+        return self.ttft <= ttft and self.tpot <= tpot
 
-async def _one(port: int, tokens: list[int], ttft: float, tpot: float) -> Outcome:
+
+async def _one(
+    port: int, tokens: list[int], ttft: float, tpot: float, count: int = OUTPUT
+) -> Outcome:
     body = {
-        "model": "m", "prompt": tokens, "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True,
+        "model": "m", "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True,
         "stream": True, "slo": {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * tpot},
     }  # fmt: skip
     sent = time.monotonic()
@@ -83,30 +100,45 @@ async def _one(port: int, tokens: list[int], ttft: float, tpot: float) -> Outcom
                     times.append(time.monotonic())
     except OSError as error:
         return Outcome(error=str(error))
-    if not times:
-        return Outcome(error="no token came")
-    return Outcome(times[0] - sent, (times[-1] - times[0]) / (OUTPUT - 1))
+    if len(times) < 2:
+        return Outcome(error="no tokens came")
+    gap = times[1] - times[0]
+    return Outcome(times[0] - sent, (times[-1] - times[0]) / (count - 1), gap)
 
 
-async def _load(port: int, rate: float, ttft: float, tpot: float, seed: int) -> dict[str, Any]:
-    """Send requests at random for ``SECONDS``; return the share within both targets."""
+async def _load(port: int, rate: float, ttft: float, tpot: float, seed: int) -> list[Outcome]:
+    """Send ``REQUESTS`` at random."""
     draw = random.Random(seed)
     tasks: list[asyncio.Task[Outcome]] = []
     began, due = time.monotonic(), 0.0
-    while (due := due + draw.expovariate(rate)) < SECONDS:
+    for _ in range(REQUESTS):
+        due += draw.expovariate(rate)
         await asyncio.sleep(max(0.0, began + due - time.monotonic()))
         tasks.append(asyncio.create_task(_one(port, prompt(draw, PROMPT), ttft, tpot)))
-    found = await asyncio.gather(*tasks)
+    return await asyncio.gather(*tasks)
+
+
+def _told(found: list[Outcome], ttft: float, tpot: float) -> dict[str, Any]:
     errors = [each.error for each in found if each.error]
-    met = sum(each.ttft <= ttft and each.tpot <= tpot for each in found)
-    firsts = sorted(each.ttft for each in found if not each.error)
-    paces = sorted(each.tpot for each in found if not each.error)
+    good = [each for each in found if not each.error]
     return {
-        "requests": len(found), "met": met, "attainment": round(met / max(1, len(found)), 3),
-        "ttft_p50": round(firsts[len(firsts) // 2], 3) if firsts else None,
-        "tpot_p50": round(paces[len(paces) // 2], 5) if paces else None,
+        "requests": len(found), "met": sum(each.met(ttft, tpot) for each in found),
+        **{f"{name}_p50": round(median(getattr(each, name) for each in good), 4) if good else None
+           for name in ("ttft", "tpot", "gap")},
+        **{f"late_{name}": sum(getattr(each, name) > limit for each in good)
+           for name, limit in (("ttft", ttft), ("tpot", tpot))},
         "errors": len(errors), **({"error": errors[0]} if errors else {}),
     }  # fmt: skip
+
+
+def _paired(
+    both: tuple[list[Outcome], list[Outcome]], limits: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the interval of 95 % of the difference of shares, the second minus the first."""
+    pairs = zip(*both, strict=True)
+    each = [float(b.met(*limits)) - float(a.met(*limits)) for a, b in pairs]
+    half = 1.96 * stdev(each) / len(each) ** 0.5
+    return fmean(each) - half, fmean(each) + half
 
 
 def _server(folder: Path, name: str, core: int, *flags: str) -> PacelineServer:
@@ -120,21 +152,45 @@ def _server(folder: Path, name: str, core: int, *flags: str) -> PacelineServer:
     )
 
 
-def _record(folder: Path, core: int) -> Source:
-    """Record a replica on one core under a mixed load, and return its step times."""
-    file = folder / "recording.jsonl"
-    with closing(_server(folder, "recorded", core, "--record", str(file))) as server:
+def _record(folder: Path, cores: list[int]) -> Source:
+    """Record two replicas under the same mixed load at once, and return the step times of one."""
+    files = [folder / f"recording{number}.jsonl" for number in range(2)]
+    with ExitStack() as stack:
+        ports = []
+        for number, file in enumerate(files):
+            server = _server(folder, f"recorded{number}", cores[number], "--record", str(file))
+            ports.append(stack.enter_context(closing(server)).port)
 
         async def drive() -> None:
             draw = random.Random(7)
-            for number in range(4):
+            for number in (0, 0, 0, 1, 1, 2, 2, 3):
                 waves = [
-                    _one(server.port, prompt(draw, PROMPT), 60.0, 1.0) for _ in range(2**number)
+                    _one(port, prompt(draw, PROMPT), 60.0, 1.0)
+                    for _ in range(2**number)
+                    for port in ports
                 ]
                 await asyncio.gather(*waves)
 
         asyncio.run(drive())
-    return open_step_times(f"recorded:{file}", seed=1)
+    return open_step_times(f"recorded:{files[0]}", seed=1)
+
+
+async def _hand_over_gap(port: int) -> float:
+    """Return the seconds that a hand-over adds between two tokens: each prompt comes while an
+    answer is made, which is why it is handed over."""
+    draw = random.Random(17)
+    added = []
+    for _ in range(_HAND_OVERS):
+        running = asyncio.create_task(_one(port, prompt(draw, 16), 60.0, 1.0, count=8 * OUTPUT))
+        await asyncio.sleep(0.5)
+        found = await _one(port, prompt(draw, PROMPT), 60.0, 1.0)
+        await running
+        if found.error:
+            raise Unavailable(f"a hand-over failed: {found.error}")
+        # a step of the answer is there without one too
+        rest = (found.tpot * (OUTPUT - 1) - found.gap) / (OUTPUT - 2)
+        added.append(found.gap - rest)
+    return max(0.0, median(added))
 
 
 @contextmanager
@@ -182,12 +238,34 @@ def _seconds(source: Source) -> tuple[float, float]:
     return times.seconds(decode_step(1, PROMPT + OUTPUT // 2)), whole
 
 
-def _simulated(source: Source) -> dict[str, dict[str, Any]]:
+def _try(
+    make: Callable[[int, int], Pool], ttft: float, tpot: float, guess: float
+) -> dict[str, Any]:
+    """Return the rate to try, and the ratio at each seed."""
+    loads = [ApartLoad(PROMPT, OUTPUT, ttft, tpot, seed=seed) for seed in SEEDS]
+    together, split = best_ways(make, loads[0], 2, guess=guess)
+    low = 0.05 * guess
+    rate = (max(low, together.rate) * max(low, split.rate)) ** 0.5
+    shares = [
+        [run_way(make(w.prompts, w.outputs), load, rate).attainment for w in (together, split)]
+        for load in loads
+    ]
+    return {
+        "ttft": round(ttft, 4), "tpot": round(tpot, 5), "rate": round(rate, 3),
+        "rates": {"together": round(together.rate, 3), "apart": round(split.rate, 3)},
+        "shares": [[round(share, 3) for share in pair] for pair in shares],
+        "ratios": [round(pair[1] / max(1e-3, pair[0]), 2) for pair in shares],
+    }  # fmt: skip
+
+
+def _simulated(source: Source, latency: float) -> dict[str, dict[str, Any]]:
     """Return for each target the rate to try, and how many requests are within it both ways."""
     recorded = source.config
     assert recorded is not None, "it is recorded"
     config = replace(recorded, cache=replace(recorded.cache, enable_prefix_caching=True))
-    transfer = KVTransfer(_KV_BYTES, _LOOPBACK, 0.02)
+    step, whole = _seconds(source)
+    # all prompts have one length
+    transfer = KVTransfer(0.0, 1.0, latency, between_steps=True)
 
     def make(prompts: int, outputs: int) -> Pool:
         return pool_of(
@@ -195,26 +273,20 @@ def _simulated(source: Source) -> dict[str, dict[str, Any]]:
         )
 
     told: dict[str, dict[str, Any]] = {}
-    step, whole = _seconds(source)
-    for name, steps in TARGETS.items():
-        ttft, tpot = _TTFT * whole, steps * step
-        load = ApartLoad(PROMPT, OUTPUT, ttft, tpot, seed=3)
-        together, split = best_ways(make, load, 2, guess=1.0 / whole)
-        low = 0.05 / whole
-        rate = (max(low, together.rate) * max(low, split.rate)) ** 0.5
-        shares = {
-            way.name: run_way(make(way.prompts, way.outputs), load, rate).attainment
-            for way in (together, split)
-        }
-        told[name] = {
-            "rates": {"together": round(together.rate, 2), "apart": round(split.rate, 2)},
-            "ttft": round(ttft, 4),
-            "tpot": round(tpot, 5),
-            "rate": round(rate, 2),
-            "attainment": [round(share, 3) for share in shares.values()],
-        }
-        print(f"  pd {name}: simulated {told[name]}", file=sys.stderr, flush=True)
+    for name, factors in TARGETS.items():
+        tried = []
+        for factor in factors:
+            found = _try(make, _TTFT * whole, factor * step, 1.0 / whole)
+            tried.append({"steps": factor, **found})
+            print(f"  pd {name}: simulated {tried[-1]}", file=sys.stderr, flush=True)
+        # where the least sure of all seeds is surest
+        told[name] = max(tried, key=lambda each: _sureness(each["ratios"]))
     return told
+
+
+def _sureness(ratios: Sequence[float]) -> float:
+    logs = [math.log(max(0.01, ratio)) for ratio in ratios]
+    return max(min(logs), -max(logs))
 
 
 def apart() -> dict[str, Any]:
@@ -225,32 +297,50 @@ def apart() -> dict[str, Any]:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        simulated = _simulated(_record(folder, cores[0]))
-        live: dict[str, dict[str, dict[str, Any]]] = {each: {} for each in TARGETS}
+        source = _record(folder, cores)
+        with _gateway(folder, "prompts", "outputs") as port:
+            asyncio.run(_warm(port))
+            latency = asyncio.run(_hand_over_gap(port))
+            results["measured"] = dict(
+                zip(("step_s", "prompt_s"), _seconds(source), strict=True), hand_over_s=latency,
+                handed=asyncio.run(_handed(port)),
+            )  # fmt: skip
+            print(f"  pd: {results['measured']}", file=sys.stderr, flush=True)
+        simulated = _simulated(source, latency)
+        live: dict[str, dict[str, list[Outcome]]] = {each: {} for each in TARGETS}
         for way, roles in (("together", ("both", "both")), ("apart", ("prompts", "outputs"))):
             with _gateway(folder, *roles) as port:
                 # the gateway and the replicas learn what steps and prompts take
                 asyncio.run(_warm(port))
                 for target in TARGETS:
                     ttft, tpot, rate = (simulated[target][k] for k in ("ttft", "tpot", "rate"))
-                    found = asyncio.run(_load(port, rate, ttft, tpot, seed=5))
-                    live[target][way] = found
-                    print(f"  pd {target} {way}: {found}", file=sys.stderr, flush=True)
+                    found = live[target][way] = asyncio.run(_load(port, rate, ttft, tpot, seed=5))
+                    told = _told(found, ttft, tpot)
+                    print(f"  pd {target} {way}: {told}", file=sys.stderr, flush=True)
                 results["handed"] = asyncio.run(_handed(port))
-    for target in TARGETS:
-        together, split = (live[target][way]["met"] for way in ("together", "apart"))
-        shares = simulated[target]["attainment"]
-        ratios = {
-            "simulated": round(shares[1] / max(1e-3, shares[0]), 2),
-            "live": round(split / max(1, together), 2),
-        }
-        signs = {ratio > 1.0 for ratio in ratios.values()}
-        results[target] = {
-            "ratio": ratios,
-            "same_sign": len(signs) == 1, "rate": simulated[target]["rate"],
-            "simulated": simulated[target], "live": live[target],
-        }  # fmt: skip
+    for target, each in simulated.items():
+        results[target] = _compared(each, live[target])
     return results
+
+
+def _compared(simulated: dict[str, Any], live: dict[str, list[Outcome]]) -> dict[str, Any]:
+    limits: tuple[float, float] = simulated["ttft"], simulated["tpot"]
+    both = live["together"], live["apart"]
+    together, split = (sum(each.met(*limits) for each in way) for way in both)
+    low, high = _paired(both, limits)
+    ratios = {
+        "simulated": round(fmean(simulated["ratios"]), 2),
+        "live": round(split / max(1, together), 2),
+    }
+    said = {ratio > 1.0 for ratio in (*simulated["ratios"], ratios["live"])}
+    return {
+        "ratio": ratios,
+        "difference": [round(low, 3), round(high, 3)],
+        "same_sign": len({ratio > 1.0 for ratio in ratios.values()}) == 1,
+        "certain": len(said) == 1 and low * high > 0.0,
+        "simulated": simulated,
+        "live": {way: _told(found, *limits) for way, found in live.items()},
+    }
 
 
 async def _warm(port: int) -> None:

@@ -149,6 +149,11 @@ class Replica:
         return len(self._inbox) + len(self._held) + len(self._jobs)
 
     @property
+    def free_at(self) -> float:
+        """When the steps that the backend has end."""
+        return self._backend_free
+
+    @property
     def num_evicted_adapters(self) -> int:
         """Adapters that left memory for others."""
         return 0 if self._adapters is None else self._adapters.num_evicted

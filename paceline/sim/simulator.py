@@ -32,11 +32,11 @@ from paceline.sim.arrival import Arrival, Served
 from paceline.sim.prompts import PromptMaker
 from paceline.sim.replica import Job, Replica, ReplicaConfig
 from paceline.sim.step_times.base import StepTimes
+from paceline.sim.transfer import KVTransfer
 
 __all__ = [
     "Again",
     "Disaggregation",
-    "KVTransfer",
     "PlanObserver",
     "Pool",
     "ReplicaSpec",
@@ -58,26 +58,6 @@ class ReplicaSpec:
 
     config: ReplicaConfig
     step_times: StepTimes
-
-
-@dataclass(frozen=True, slots=True)
-class KVTransfer:
-    """Transfer of a prompt's keys and values from one replica to another."""
-
-    bytes_per_token: float
-    # bytes per second
-    bandwidth: float
-    # duration of an empty transfer, s
-    latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.bandwidth <= 0 or self.bytes_per_token < 0 or self.latency < 0:
-            raise ConfigError(
-                f"a KV transfer needs bandwidth above 0 and nothing below 0, got {self}"
-            )
-
-    def seconds(self, num_tokens: int) -> float:
-        return self.latency + num_tokens * self.bytes_per_token / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +245,8 @@ class Simulator:
         self.num_resumed = 0
         # records of what requests had at replicas before, by job number
         self._handed: dict[int, Served] = {}
+        # requests whose prompts were computed in the step that was handled last
+        self._leaving: list[Job] = []
 
     def run(self, workload: Iterable[Arrival], *, until: float = math.inf) -> Totals:
         """Serve everything, or what happens before ``until``: requests still running then are not
@@ -299,6 +281,8 @@ class Simulator:
                 continue
             now = time
             replica.run(now)
+            if self._leaving:
+                self._hand_over(replica, now)
             # while no other event comes first, its next event need not go through the heap
             while (
                 (due := replica.due) is not None
@@ -309,6 +293,8 @@ class Simulator:
             ):
                 now = due
                 replica.run(now)
+                if self._leaving:
+                    self._hand_over(replica, now)
             if due is not None:
                 self._push(due, replica)
         return Totals(
@@ -501,11 +487,8 @@ class Simulator:
         elif (
             served and model.back is not None and group is model.front and arrival.output_tokens > 1
         ):
-            assert model.transfer is not None
             self._handed[job.number] = record
-            ready = now + model.transfer.seconds(arrival.prompt_tokens)
-            moved = Job(arrival, job.number, ready, arrival.output_tokens - 1, received=True)
-            self._submit(model.back, model, moved)
+            self._leaving.append(job)
             return
         if record.refused:
             self._num_refused += 1
@@ -517,6 +500,19 @@ class Simulator:
         self._consume(record)
         if self._again is not None and (next_one := self._again(record, now)) is not None:
             self._arrivals.add(next_one)
+
+    def _hand_over(self, replica: Replica, now: float) -> None:
+        """Send the prompts that a replica has just computed; its next step is planned by now."""
+        model = self._model_of[replica.index]
+        transfer, back = model.transfer, model.back
+        assert transfer is not None and back is not None, "its jobs would have ended there"
+        begin = max(now, replica.free_at) if transfer.between_steps else now
+        for job in self._leaving:
+            arrival = job.arrival
+            ready = begin + transfer.seconds(arrival.prompt_tokens)
+            moved = Job(arrival, job.number, ready, arrival.output_tokens - 1, received=True)
+            self._submit(back, model, moved)
+        self._leaving.clear()
 
 
 def _look(group: _Group, now: float) -> Callable[[int], Pressure]:

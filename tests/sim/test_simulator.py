@@ -16,8 +16,9 @@ from paceline.errors import ConfigError
 from paceline.routing import LeastOutstanding, PredictedRouter, make_router
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import Delays, ReplicaConfig
-from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec, Simulator, Totals
+from paceline.sim.simulator import Disaggregation, Pool, ReplicaSpec, Simulator, Totals
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
+from paceline.sim.transfer import KVTransfer
 from tests.sim.workloads import bursty
 
 
@@ -163,10 +164,12 @@ def test_affinity_finds_more_in_the_caches_than_taking_turns() -> None:
     assert cached("prefix-affinity") > cached("round-robin")
 
 
-def split(latency: float, *, num_blocks: int = 512) -> Pool:
+def split(latency: float, *, num_blocks: int = 512, between_steps: bool = False) -> Pool:
     prefill = ReplicaSpec(engine(), FixedStepTimes(1.0))
     decode = ReplicaSpec(engine(caching=True, num_blocks=num_blocks), FixedStepTimes(0.1))
-    transfer = KVTransfer(bytes_per_token=10.0, bandwidth=1000.0, latency=latency)
+    transfer = KVTransfer(
+        bytes_per_token=10.0, bandwidth=1000.0, latency=latency, between_steps=between_steps
+    )
     router = LeastOutstanding()
     return Pool((prefill,), router, Disaggregation((decode,), transfer, LeastOutstanding()))
 
@@ -190,6 +193,17 @@ def test_disaggregation_by_hand() -> None:
         (1, (98, 1)),
     ]
     assert totals.num_arrivals == 1
+
+
+@pytest.mark.parametrize("between_steps", [False, True])
+def test_a_prompt_may_leave_between_steps_alone(between_steps: bool) -> None:
+    workload = [Arrival(0.0, 96, 4), Arrival(0.1, 96, 4)]
+    (first, second), _ = serve(workload, split(0.0, between_steps=between_steps))
+    assert [s.first_token for s in (first, second)] == [1.0, 2.0]
+    # the next prompt's step is under way when the first one is asked for; nothing is behind it
+    left = 2.0 if between_steps else 1.0
+    assert first.last_token == pytest.approx(left + 0.96 + 3 * 0.1)
+    assert second.last_token is not None and second.last_token >= 2.0 + 0.96 + 3 * 0.1
 
 
 def test_disaggregated_requests_wait_where_there_is_no_room() -> None:

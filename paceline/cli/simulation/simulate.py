@@ -413,9 +413,10 @@ def _progress(arrivals: Iterable[Arrival], point: _Point) -> Iterator[Arrival]:
 
 def _pool(point: _Point) -> Pool:
     from paceline.routing import make_router
-    from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec
+    from paceline.sim.simulator import Disaggregation, Pool, ReplicaSpec
     from paceline.sim.step_times.models import ModelShape
     from paceline.sim.step_times.spec import open_step_times
+    from paceline.sim.transfer import KVTransfer
 
     args = point.args
     decoding = args.decode_replicas or 0

@@ -6,19 +6,30 @@ replicas. Means and arithmetic (``split``) leave out the queues, which is where 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from paceline.routing import PredictedRouter
 from paceline.sim.plan.search import Found, Target, highest_rate
 from paceline.sim.plan.split import prompt_step
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.metrics import Metrics, Summary
-from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec, Simulator
+from paceline.sim.simulator import Disaggregation, Pool, ReplicaSpec, Simulator
 from paceline.sim.step_times.base import StepTimes
+from paceline.sim.transfer import KVTransfer
 from paceline.sim.workload.spec import open_workload
 
-__all__ = ["ApartLoad", "Way", "best_ways", "pool_of", "run_way", "split_above"]
+__all__ = [
+    "ApartLoad",
+    "Comparison",
+    "Way",
+    "best_ways",
+    "compare_ways",
+    "pool_of",
+    "run_way",
+    "split_above",
+]
 
 _MOST_PROMPT = 1 << 15
 
@@ -131,3 +142,37 @@ def best_ways(
         )
         for prompts, outputs in ways
     ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rates of each way at several seeds, all together first."""
+
+    rates: Mapping[str, Sequence[float]]
+
+    @property
+    def best(self) -> str:
+        """Name of the split with the highest median."""
+        _, *splits = self.rates
+        return max(splits, key=lambda name: median(self.rates[name]))
+
+    @property
+    def num_better(self) -> int:
+        """Seeds at which that split carries more than all together."""
+        together = next(iter(self.rates.values()))
+        return sum(a > b for a, b in zip(self.rates[self.best], together, strict=True))
+
+
+def compare_ways(
+    make: Callable[[int, int], Pool],
+    load: ApartLoad,
+    replicas: int,
+    seeds: Sequence[int],
+    *,
+    guess: float = 1.0,
+) -> Comparison:
+    """Return the rates of all ways at each seed; see ``best_ways``."""
+    found = [best_ways(make, replace(load, seed=seed), replicas, guess=guess) for seed in seeds]
+    return Comparison(
+        {ways[0].name: [way.rate for way in ways] for ways in zip(*found, strict=True)}
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -16,7 +17,11 @@ from paceline.checkpoints.gguf.container import read_gguf
 from paceline.cli.flags.plugins import GROUP
 from paceline.cli.main import main
 from paceline.core.policies import POLICIES
+from paceline.sim.plan.apart import ApartLoad, Comparison, Way
 from paceline.sim.plan.models import find_model
+from paceline.sim.plan.search import Found
+from paceline.sim.report.metrics import Metrics
+from paceline.sim.simulator import Pool
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
 from tests.backends.torch.heads import save_eagle3
@@ -145,6 +150,7 @@ def test_split_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 APART = ("split", "--step-times", "fixed:0.01,0.001", "--prompt", "64", "--output", "5")
 APART = (*APART, "--ttft", "500ms", "--replicas", "2", "--requests", "50", "--tpot")
+TIGHT = (*APART, "15ms", "--output", "10")
 
 
 def test_split_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,10 +159,53 @@ def test_split_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
     # 50 tokens take 60 ms
     assert loose["split_above"] == 50 and not loose["pays"]
     assert loose["rates"]["1 : 1"] < loose["rates"]["2 together"]
-    # a prompt of 64 takes 74 ms, which streams at 29.5 ms a token cannot wait for
-    tight = plan(capsys, *APART, "29.5ms")["simulated"]
-    assert tight["split_above"] == 20 and tight["pays"]
+    # a prompt of 64 takes 74 ms, which streams at 15 ms a token cannot wait for
+    tight = plan(capsys, *TIGHT)["simulated"]
+    assert tight["split_above"] == 6 and tight["pays"]
     assert tight["rates"]["1 : 1"] > tight["rates"]["2 together"]
+    assert tight["seeds"] == tight["pays_with"] == 3 and loose["pays_with"] == 0
+
+
+def test_a_split_whose_gain_depends_on_the_arrivals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def ways(make: object, load: ApartLoad, replicas: int, **_: object) -> list[Way]:
+        asked.append(load.seed)
+        rates = {(0, 2): 3.0, (1, 1): 2.5 + load.seed}
+        found = Metrics().summary("")
+        return [Way(*split, Found(rate, found, ())) for split, rate in rates.items()]
+
+    monkeypatch.setattr("paceline.sim.plan.apart.best_ways", ways)
+    words = (*APART, "29.5ms", "--seeds", "2")
+    told = plan(capsys, *words)["simulated"]
+    assert asked == [0, 1] and told["rates"] == {"2 together": 3.0, "1 : 1": 3.0}
+    assert (told["pays"], told["pays_with"], told["seeds"]) == (False, 1, 2)
+    assert main(["plan", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "it depends on the arrivals: 1 : 1 carries more with 1 of 2 seeds" in printed
+    assert "3.00 requests/s (2.50 to 3.50)" in printed
+
+
+def test_prompts_of_a_recorded_server_leave_between_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[bool] = []
+
+    def compare(make: Callable[[int, int], Pool], *_: object, **__: object) -> Comparison:
+        apart = make(1, 1).disaggregation
+        assert apart is not None
+        found.append(apart.transfer.between_steps)
+        return Comparison({"2 together": [1.0] * 3, "1 : 1": [1.0] * 3})
+
+    monkeypatch.setattr("paceline.sim.plan.apart.compare_ways", compare)
+    path = tmp_path / "run.jsonl"
+    _record(path)
+    for spec in ("fixed:0.01,0.001", f"recorded:{path},noise=off"):
+        words = (spec if word.startswith("fixed:") else word for word in APART)
+        assert not plan(capsys, *words, "29.5ms")["simulated"]["pays"]
+    assert found == [False, True]
 
 
 def test_a_rate_far_below_that_without_queues_is_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,11 +217,11 @@ def test_a_rate_far_below_that_without_queues_is_found(capsys: pytest.CaptureFix
 @pytest.mark.thorough
 def test_a_split_needs_a_link(capsys: pytest.CaptureFixture[str]) -> None:
     # keys and values of a prompt, 8 MB, take a link of 10 Mbit/s 6.7 s
-    link = (*APART, "29.5ms", "--link", "0.01")
+    link = (*TIGHT, "--link", "0.01")
     assert main(["plan", *link]) == 0
     assert "no: let all replicas do both" in capsys.readouterr().out
     assert main(["plan", *link, "--kv-bytes-per-token", "1"]) == 0
-    assert "yes: 1 : 1, split_above = 20" in capsys.readouterr().out
+    assert "yes: 1 : 1, split_above = 6" in capsys.readouterr().out
 
 
 def test_split_of_other_step_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,8 +289,7 @@ def test_fleet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no request of the workload has a target" in refused(capsys, *without)
 
 
-def test_fleets_of_a_recorded_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
+def _record(path: Path) -> None:
     with path.open("w") as file:
         # what a server that takes 10 ms and 0.1 ms a token would have written
         file.write(json.dumps(_head(path)) + "\n")
@@ -251,6 +299,11 @@ def test_fleets_of_a_recorded_server(capsys: pytest.CaptureFixture[str], tmp_pat
             record = {"step": step, "planned": step, "done": done, "seconds": done - step}
             narrow = [0, 0, 0] if rows else [1, 16, 16]
             file.write(json.dumps(record | {"rows": rows, "narrow": narrow, "samples": 1}) + "\n")
+
+
+def test_fleets_of_a_recorded_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    _record(path)
     load = "synthetic:rate=300,prompt=fixed(16),output=fixed(4),n=200"
     flags = ("fleet", "--step-times", f"recorded:{path},noise=off", "--workload", load)
     found = plan(capsys, *flags, "--ttft", "50ms")["answers"][0]
