@@ -4,20 +4,20 @@ Parts, each of which can be run alone (``PARTS=choice,moves``):
 
 * ``choice``: processor time of a choice among 16, 256 and 1,000 engines; see ``choice``;
 * ``moves``: ``MOVES`` (1,000) moves of 32 streams between two replicas of the null backend;
-* ``roll``: a rolling update of three replicas at about 70 % of their slots, with the first tokens
-  next to those before it;
+* ``roll``: three rolling updates of three replicas at about 70 % of their slots, with the first
+  tokens next to those before them;
 * ``restart`` and ``peer``: first tokens of prompts that are read from disk after a restart, and
   fetched from another engine; see ``blocks``;
 * ``pd``: one replica for prompts and one for answers against two that do both; see ``apart``;
 * ``faults``: the counts that ``make test-fleet`` wrote, and the memory of Ray's head, two nodes and
   three actors, idle;
-* ``autoscale``: a day of ``HOURS`` (24) in the simulator, which the controller of
+* ``autoscale``: days of ``HOURS`` (24) by ``SEEDS`` (1,2) in the simulator, which the controller of
   ``paceline fleet`` drives; see ``simulated``;
 * ``ray_serve``: a replica killed behind Ray Serve and behind our gateway; see ``ray_serve``;
 * ``sim``: an update of 1,000 replicas in the simulator, under 20,000 requests, 50 of them killed.
 
-QUICK=1 takes 64 moves and a small simulation. Prints its findings on standard error as it goes and,
-last, one JSON line, in which ``unmeasured`` names what was not measured, and why.
+QUICK=1 takes 64 moves, one update and a small simulation. Prints its findings on standard error as
+it goes and, last, one JSON line, in which ``unmeasured`` names what was not measured, and why.
 
     python -m benchmarks.fleet
 """
@@ -55,6 +55,7 @@ _STREAMS: Final = 32
 _HEADERS: Final = {"Authorization": f"Bearer {KEY}"}
 # a slot for each stream and a rest: about 70 % of three replicas with 16 slots
 _SLOTS: Final = ("--max-num-seqs", "16")
+_ROLL_STEP: Final = 0.05
 
 
 def _null(step: float, *more: str) -> tuple[str, ...]:
@@ -98,34 +99,38 @@ def moves(count: int) -> dict[str, Any]:
         return asyncio.run(run(fleet))
 
 
-def roll() -> dict[str, Any]:
-    """Return what a rolling update of three replicas does to streams."""
+def roll(updates: int) -> dict[str, Any]:
+    """Return what rolling updates of three replicas, one after another, do to streams. Callers
+    begin one by one, as those that begin at once would wait for each other at any time."""
 
     async def run(fleet: Fleet) -> dict[str, Any]:
         await fleet.settled()
-        # the gateway learns what the replicas take
-        warm = Streams(fleet, _STREAMS, tokens=60)
-        async with warm.running():
-            await warm.parts(4000)
-        before = Streams(fleet, _STREAMS, tokens=60)
-        async with before.running():
-            await before.parts(4000)
-        during = Streams(fleet, _STREAMS, tokens=60)
-        async with during.running():
-            old = [member["name"] for member in fleet.status()["members"]]
-            fleet.change("--max-num-batched-tokens", "1024")
-            seconds = await fleet.settled(old)
-        firsts = [each.counts()["first_p99_s"] for each in (before, during)]
-        counts = during.counts()
+        streams = Streams(fleet, _STREAMS, tokens=60, spread=60 * _ROLL_STEP)
+        seconds = []
+        async with streams.running():
+            # the gateway learns what the replicas take
+            await streams.parts(4000)
+            before = time.monotonic()
+            await streams.parts(6000 * updates)
+            during = time.monotonic()
+            for turn in range(updates):
+                old = [member["name"] for member in fleet.status()["members"]]
+                fleet.change("--max-num-batched-tokens", str(1024 + turn))
+                seconds.append(round(await fleet.settled(old), 1))
+            after = time.monotonic()
+        counts = streams.counts()
+        firsts = streams.first_p99(before, during), streams.first_p99(during, after)
         return {
             **{key: counts[key] for key in ("streams", "failed", "lost", "doubled")},
-            "seconds": round(seconds, 1),
+            "updated": sum(during <= each.began < after for _, each in streams.found),
+            "seconds": seconds,
+            "ttft_p99_s": [round(first, 3) for first in firsts],
             "ttft_p99_ratio": round(firsts[1] / firsts[0], 2),
         }
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_fleet(Path(folder), serve=_null(0.05, *_SLOTS)) as fleet,
+        running_fleet(Path(folder), serve=_null(_ROLL_STEP, *_SLOTS)) as fleet,
     ):
         return asyncio.run(run(fleet))
 
@@ -145,16 +150,17 @@ def main() -> int:
         return 2
     num_moves = int(os.environ.get("MOVES", "64" if quick else "1000"))
     hours = float(os.environ.get("HOURS", "0.5" if quick else "24"))
+    seeds = [int(seed) for seed in os.environ.get("SEEDS", "0" if quick else "1,2").split(",")]
     size = (50, 500) if quick else (1000, 20_000)
     measures: dict[str, Any] = {
         "choice": lambda: {str(n): round(choice_ms(n), 3) for n in (16, 256, 1000)},
         "moves": lambda: moves(num_moves),
-        "roll": roll,
+        "roll": lambda: roll(1 if quick else 3),
         "restart": lambda: asyncio.run(blocks.restart()),
         "peer": lambda: asyncio.run(blocks.hit()),
         "pd": apart,
         "faults": _faults,
-        "autoscale": lambda: autoscale(hours),
+        "autoscale": lambda: autoscale(hours, seeds),
         "sim": lambda: thousand(*size),
         "ray_serve": compare,
     }

@@ -134,6 +134,8 @@ def ray_cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     memory = 80 << 20
+    # its agent takes its time where other work is done
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
     # a raylet that is gone is noticed within two seconds
     checks = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
     head = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import ssl
@@ -29,7 +30,8 @@ STEP = 0.02
 _CHAT = "/v1/chat/completions"
 # a client without one reads the system's certificates
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-_PATIENCE = 90.0
+# seconds; more for a machine that does other work too
+_PATIENCE = float(os.environ.get("PATIENCE", "90"))
 COMMAND = (sys.executable, "-m", "paceline.cli.main")
 
 
@@ -211,6 +213,8 @@ class Stream:
     text: str = ""
     error: str = ""
     done: bool = False
+    # when it was asked for, by time.monotonic()
+    began: float = 0.0
     first: float = 0.0
     # longest time between two parts, s
     gap: float = 0.0
@@ -225,6 +229,8 @@ class Streams:
     tokens: int = 100
     # rest between a caller's streams, s
     rest: float = 0.0
+    # seconds over which their first streams begin
+    spread: float = 0.0
     found: list[tuple[int, Stream]] = field(default_factory=list)
     expected: dict[int, str] = field(default_factory=dict)
     num_parts: int = 0
@@ -262,13 +268,14 @@ class Streams:
                 await asyncio.sleep(0.01)
 
     async def _call(self, client: httpx.AsyncClient, number: int) -> None:
+        await asyncio.sleep(self.spread * number / self.count)
         while not self._stop:
             self.found.append((number, await self._stream(client, number)))
             await asyncio.sleep(self.rest)
 
     async def _stream(self, client: httpx.AsyncClient, number: int) -> Stream:
-        stream = Stream()
         began = last = time.monotonic()
+        stream = Stream(began=began)
         try:
             async with client.stream("POST", self.fleet.url + _CHAT, json=self.body(number)) as got:
                 if got.status_code != 200:
@@ -302,7 +309,6 @@ class Streams:
         failed = [s for _, s in self.found if s.error or not s.done]
         whole = [(self.expected[n], s.text) for n, s in self.found if not s.error and s.done]
         gaps = sorted(s.gap for _, s in self.found)
-        firsts = sorted(s.first for _, s in self.found)
         return {
             "streams": len(self.found),
             "failed": len(failed),
@@ -311,8 +317,13 @@ class Streams:
             "doubled": sum(len(text) > len(want) for want, text in whole),
             "gap_p99_s": gaps[int(0.99 * (len(gaps) - 1))] if gaps else 0.0,
             "gap_max_s": gaps[-1] if gaps else 0.0,
-            "first_p99_s": firsts[int(0.99 * (len(firsts) - 1))] if firsts else 0.0,
+            "first_p99_s": self.first_p99(),
         }  # fmt: skip
+
+    def first_p99(self, begun: float = -math.inf, until: float = math.inf) -> float:
+        """Return the 99th percentile of first tokens of the streams that began in this time."""
+        firsts = sorted(s.first for _, s in self.found if begun <= s.began < until)
+        return firsts[int(0.99 * (len(firsts) - 1))] if firsts else 0.0
 
     def errors(self) -> list[str]:
         return [s.error or "no end" for _, s in self.found if s.error or not s.done][:5]
