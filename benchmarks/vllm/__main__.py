@@ -67,7 +67,7 @@ BLOCKS: Final = (600, 2_000, 8_000, 30_000)
 MOST_AMENDED: Final = 0.02
 ARRIVALS: Final = 1_500
 SLOWER_TPOT: Final = 0.1
-# a server on two cores, at 1.2 times what vLLM serves there
+# a server on two cores that serves 2.5 a second, of 32 requests at once
 COSTLY_PROMPTS: Final[Mapping[str, Any]] = {"cpu": True, "rate": 3.05, "tpot": 0.1}
 # of live work with QUICK=1, so that a busy machine completes it
 QUICKER: Final[Mapping[str, Any]] = {
