@@ -7,15 +7,17 @@ caching on. The time is exactly that of the engine's thread per step: ``schedule
 ``update``. The garbage collector is on, set as an engine process sets it. Prints a table
 over the number waiting, each figure the median of ROUNDS runs, and one JSON line for RUNNING = 256,
 WAITING = 10,000. ``alone`` is the p99 over the steps of each one's fastest run: all runs make the
-same decisions, so that is their cost without disturbance. Rows ``everything``: the default policy
+same decisions, so that is their cost without disturbance. ``door`` and the p99 after it are those
+of ``add_request`` between steps, with the forecast. Rows ``everything``: the default policy
 with forecasts, pacing, swapping and the pressure valve at work (see ``measure``).
 Rows ``fair-10`` and ``fair-each``: the same under ``fair``, with ten tenants and with one for each
 request.
 
 ``BASELINE=CHECKOUT`` compares with another checkout instead: PAIRS (20) pairs of runs by turns,
 each in a process of its own, A B, B A, A B, ..., of the rows ``fcfs``, ``everything`` and
-``fair-10`` with 10,000 waiting. Printed are the median ratios of p50 and p99, this checkout's by
-the other's, with the 95 % interval of their geometric mean (bootstrap over pairs).
+``fair-10`` with 10,000 waiting. Printed are the median ratios of p50 and p99, of decisions and at
+the door, this checkout's by the other's, with the 95 % interval of their geometric mean (bootstrap
+over pairs).
 """
 
 from __future__ import annotations
@@ -64,9 +66,16 @@ def step_seconds(shape: StepShape) -> float:
 
 
 def measure(
-    running: int, waiting: int, policy: str, *, everything: bool = False, tenants: int | None = 1
+    running: int,
+    waiting: int,
+    policy: str,
+    *,
+    everything: bool = False,
+    tenants: int | None = 1,
+    door: list[float] | None = None,
 ) -> list[float]:
-    """Return the seconds of schedule + update, step by step. ``everything``: a quarter each of the
+    """Return the seconds of schedule + update, step by step. Those of ``add_request`` between these
+    steps are appended to ``door``. ``everything``: a quarter each of the
     requests have targets, have none, and are best effort without and with a deadline; steps are
     timed, so that all forecasts are at work; swapping and the valve are on. Requests of ``tenants``
     tenants arrive by turns; None: each request is another tenant's."""
@@ -97,18 +106,20 @@ def measure(
 
     def add() -> None:
         nonlocal num_added
-        scheduler.add_request(
-            Request(
-                RequestSpec(
-                    request_id=f"request-{num_added}",
-                    prompt_token_ids=[rng.randrange(50_000) for _ in range(256)],
-                    sampling=SamplingParams(max_tokens=rng.randint(64, 192)),
-                    arrival_time=now if everything else float(num_added),
-                    slo=kinds[num_added % len(kinds)] if everything else NO_SLO,
-                    tenant=f"tenant-{num_added if tenants is None else num_added % tenants}",
-                )
+        request = Request(
+            RequestSpec(
+                request_id=f"request-{num_added}",
+                prompt_token_ids=[rng.randrange(50_000) for _ in range(256)],
+                sampling=SamplingParams(max_tokens=rng.randint(64, 192)),
+                arrival_time=now if everything else float(num_added),
+                slo=kinds[num_added % len(kinds)] if everything else NO_SLO,
+                tenant=f"tenant-{num_added if tenants is None else num_added % tenants}",
             )
         )
+        started = time.perf_counter()
+        scheduler.add_request(request)
+        if door is not None and num_added >= running + waiting:
+            door.append(time.perf_counter() - started)
         num_added += 1
 
     def step() -> float:
@@ -141,20 +152,37 @@ def measure(
     return times
 
 
+# a checkout that is compared need not time its door itself
 _RUN = """
-import json, sys
-from benchmarks.scheduler import RUNNING, measure
+import json, sys, time
+from benchmarks.scheduler import RUNNING, Scheduler, measure
 policy, everything, tenants = json.loads(sys.argv[1])
-print(json.dumps(measure(RUNNING, 10_000, policy, everything=everything, tenants=tenants)))
+door, add = [], Scheduler.add_request
+def timed(scheduler, request):
+    started = time.perf_counter()
+    add(scheduler, request)
+    door.append(time.perf_counter() - started)
+Scheduler.add_request = timed
+steps = measure(RUNNING, 10_000, policy, everything=everything, tenants=tenants)
+print(json.dumps([steps, door[RUNNING + 10_000 :]]))
 """
 
 
 def _figures(checkout: Path, row: str) -> dict[str, float]:
-    """Return p50 and p99 of one run of a row in milliseconds, in a process of its own."""
+    """Return p50 and p99 of one run of a row in milliseconds, of decisions and at the door, in a
+    process of its own."""
     command = [sys.executable, "-c", _RUN, json.dumps(ROWS[row][:3])]
     run = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
-    times = sorted(1e3 * seconds for seconds in json.loads(run.stdout))
-    return {"p50": statistics.median(times), "p99": times[int(len(times) * 0.99)]}
+    steps, door = json.loads(run.stdout)
+    p50, p99 = _p50_p99(steps)
+    door_p50, door_p99 = _p50_p99(door)
+    return {"p50": p50, "p99": p99, "door p50": door_p50, "door p99": door_p99}
+
+
+def _p50_p99(seconds: list[float]) -> tuple[float, float]:
+    """Return both in milliseconds."""
+    times = sorted(1e3 * each for each in seconds)
+    return statistics.median(times), times[int(len(times) * 0.99)]
 
 
 def compare(baseline: Path, pairs: int) -> None:
@@ -162,7 +190,7 @@ def compare(baseline: Path, pairs: int) -> None:
     here = Path(__file__).parents[1]
     results: dict[str, Any] = {"pairs": pairs}
     print(f"schedule() + update() here by that in {baseline}, {pairs} pairs by turns")
-    print(f"{'row':>10} {'':>4} {'here ms':>8} {'there ms':>8} {'ratio':>6} {'95 %':>15}")
+    print(f"{'row':>10} {'':>8} {'here ms':>8} {'there ms':>8} {'ratio':>6} {'95 %':>15}")
     for row in ("fcfs", "everything", "fair-10"):
         ours: list[dict[str, float]] = []
         theirs: list[dict[str, float]] = []
@@ -170,15 +198,15 @@ def compare(baseline: Path, pairs: int) -> None:
             both = [(ours, here), (theirs, baseline)]
             for found, checkout in both if turn % 2 == 0 else reversed(both):
                 found.append(_figures(checkout, row))
-        for name in ("p50", "p99"):
+        for name in ours[0]:
             ratio = paired_ratio([f[name] for f in ours], [f[name] for f in theirs])
             here_ms, there_ms = (statistics.median(f[name] for f in own) for own in (ours, theirs))
             print(
-                f"{row:>10} {name:>4} {here_ms:8.3f} {there_ms:8.3f} {ratio.median:6.3f} "
+                f"{row:>10} {name:>8} {here_ms:8.3f} {there_ms:8.3f} {ratio.median:6.3f} "
                 f"{ratio.low:7.3f}-{ratio.high:.3f}",
                 flush=True,
             )
-            results[f"{row}_{name}"] = [round(each, 4) for each in ratio]
+            results[f"{row}_{name.replace(' ', '_')}"] = [round(each, 4) for each in ratio]
     print(json.dumps({"bench": "scheduler-turns", "results": results}))
 
 
@@ -187,20 +215,27 @@ def main() -> None:
         compare(Path(baseline).resolve(), int(os.environ.get("PAIRS") or 20))
         return
     print(f"schedule() + update(), {RUNNING} running, {STEPS} steps, milliseconds")
-    print(f"{'policy':>10} {'waiting':>8} {'p50':>7} {'p99':>7} {'max':>7} {'alone':>7}")
+    head = ("waiting", "p50", "p99", "max", "alone", "door", "p99")
+    print(f"{'policy':>10} {head[0]:>8} {' '.join(f'{each:>7}' for each in head[1:])}")
     results: dict[str, float] = {}
     for policy, (order, everything, tenants, lengths) in ROWS.items():
         for waiting in lengths:
-            runs = []
+            runs, doors = [], []
             fastest = [math.inf] * STEPS
             for _ in range(ROUNDS if waiting <= 10_000 else 1):
-                spent = measure(RUNNING, waiting, order, everything=everything, tenants=tenants)
+                door: list[float] = []
+                spent = measure(
+                    RUNNING, waiting, order, everything=everything, tenants=tenants, door=door
+                )
+                doors.append(_p50_p99(door))
                 times = sorted(1e3 * t for t in spent)
                 fastest = list(map(min, fastest, spent))
                 runs.append((statistics.median(times), times[int(len(times) * 0.99)], times[-1]))
             p50, p99, most = map(statistics.median, zip(*runs, strict=True))
             alone = 1e3 * sorted(fastest)[int(STEPS * 0.99)]
-            print(f"{policy:>10} {waiting:>8} {p50:7.3f} {p99:7.3f} {most:7.3f} {alone:7.3f}")
+            door_p50, door_p99 = map(statistics.median, zip(*doors, strict=True))
+            row = f"{policy:>10} {waiting:>8} {p50:7.3f} {p99:7.3f} {most:7.3f} {alone:7.3f}"
+            print(f"{row} {door_p50:7.3f} {door_p99:7.3f}")
             sys.stdout.flush()
             if policy == "fcfs" and waiting == 10_000:
                 results |= {
@@ -216,6 +251,8 @@ def main() -> None:
                     f"{name}_p50_ms": round(p50, 4),
                     f"{name}_p99_ms": round(p99, 4),
                     f"{name}_p99_alone_ms": round(alone, 4),
+                    f"{name}_door_p50_ms": round(door_p50, 4),
+                    f"{name}_door_p99_ms": round(door_p99, 4),
                 }
     print(json.dumps({"bench": "scheduler", "machine": machine(), "results": results}))
 

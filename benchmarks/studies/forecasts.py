@@ -184,8 +184,8 @@ def tables() -> dict[str, str]:
         found[f"{kind}-floor"] = text_table([head, *floors])
     head = ["mix", "TTFT mean", "served", "said p50", "said p90", "with futures", "median p50"]
     head += ["median p90", "limit"]
-    rows = [_mixed_row(n, [mixed[n, seed] for seed in MIXED_SEEDS]) for n in MIXED]
-    found["mixes"] = text_table([head, *rows])
+    lines = [_mixed_row(n, [mixed[n, seed] for seed in MIXED_SEEDS]) for n in MIXED]
+    found["mixes"] = text_table([head, *lines])
     return found
 
 
