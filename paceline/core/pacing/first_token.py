@@ -189,11 +189,12 @@ class FirstTokenForecast:
         seconds += self._outside(request, prompt)
         work, group, bias = self._state.work, self._targets.group, self.bias(kind)
         if (deadline := request.targets.deadline) is not None and self._state.config.demote_late:
-            latest = max(0.0, deadline - work.output_tokens(request) * self._step_seconds)
+            latest = deadline - work.output_tokens(request) * self._step_seconds
             if bias * seconds > latest:
                 own, name = work.seconds(request), group(request)
                 rivals = (r for _, _, r in self._targets.deadline_batch if group(r) == name)
-                if any(work.seconds(each) > own for each in islice(rivals, MAX_TRIAGED)):
+                larger = (work.seconds(each) > own for each in islice(rivals, MAX_TRIAGED))
+                if latest > prompt and any(larger):
                     # no outcome tells more about it
                     return Forecast(kind, latest / bias, 0.0, 0.0, 0.0)
                 kind = kind._replace(late=True)

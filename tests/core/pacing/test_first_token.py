@@ -449,9 +449,12 @@ def test_best_effort_that_can_still_meet_its_deadline_is_told_no_later_time() ->
         state.waiting.push(numbered(f"b{number}", number, 5000, slo=soon))
     small, large = numbered("small", 10, 100, slo=soon), numbered("large", 11, 9000, slo=soon)
     alone = numbered("alone", 12, 100, slo=Slo(best_effort=True, deadline=30.0))
-    told = {request: forecast.note(request, math.inf) for request in (small, large, alone)}
+    # its output takes longer than that
+    hopeless = numbered("hopeless", 13, 100, slo=Slo(best_effort=True, deadline=0.05))
+    asked = small, large, alone, hopeless
+    told = {request: forecast.note(request, math.inf) for request in asked}
     late = {r: r.history.forecast.kind.late for r in told if r.history.forecast is not None}
-    assert late == {small: False, large: True, alone: False}
+    assert late == {small: False, large: True, alone: False, hopeless: True}
     # less the time of its output
     assert (told[small] or 0.0) < 3.0 < (told[large] or 0.0)
     assert 3.0 < (told[alone] or 0.0) < 30.0
