@@ -171,7 +171,30 @@ def test_the_knee(chunk: ChunkSize) -> None:
 def test_a_step_while_tenants_share(budget: StepBudget) -> None:
     says("Three times that leaves a prompt 40 ms: a chunk of 32 tokens")
     view = replace(RunningView.of(streams(10, NO_SLO)), step_rows=3.0)
-    assert budget.allow(view, 0.0) == (10 + 32, pytest.approx(0.06))
+    assert budget.allow(view, 0.0)[:2] == (10 + 32, pytest.approx(0.06))
+
+
+def test_steps_without_prompts() -> None:
+    says("Each step would have time for 8 tokens", "may take 270 ms, with a chunk of 288")
+
+    class Costly(StepTimeModel):
+        wide_seconds = 0.04
+
+        def predict(self, shape: StepShape) -> float:
+            return 0.045 + (0.04 + 6e-4 * shape.wide_tokens if shape.wide_tokens else 0.0)
+
+    costly = Costly(min_observations=0)
+    assert costly.predict(StepShape(8)) < 0.09 < costly.predict(StepShape(9))
+    work = WorkEstimator(costly, LengthHistory())
+    budget = StepBudget(costly, ChunkSize(costly, 2048), work, SchedulerConfig())
+    (chat,) = streams(1, Slo(tpot=0.1))
+    found = []
+    for step in range(5):
+        found.append(budget.allow(RunningView.of([chat]), 0.045 * step, lacking=1_000))
+        chat.num_tokens += 1
+        chat.num_computed_tokens += 1
+    assert [allowance.wide for allowance in found] == [False] * 4 + [True]
+    assert found[-1][:2] == (1 + 288, pytest.approx(0.27))
 
 
 def test_slack(model: StepTimeModel, chunk: ChunkSize) -> None:

@@ -19,7 +19,7 @@ from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import Slo
 from tests.core.pacing.models import batch, running, seconds, trained, trained_on_rows
-from tests.driving import Driver, make_request
+from tests.driving import Driver, ask, make_request
 
 
 def budget_of(
@@ -74,6 +74,18 @@ def test_a_request_behind_catches_up_while_it_lasts() -> None:
 def test_a_request_too_late_to_catch_up_is_paced_from_now_on() -> None:
     """9 s late with at most 499 tokens of 20 ms to go: prompts need not suffer for that."""
     assert budget_of(trained()).allow(RunningView.of([running(0.020)]), now=9.0).tokens == 65
+
+
+@pytest.mark.parametrize(("to_come", "late"), [(1, 1.5), (25, 1.1), (499, 1.0224)])
+def test_steps_that_vary_are_shorter_by_the_mean_of_those_to_come(
+    monkeypatch: pytest.MonkeyPatch, to_come: int, late: float
+) -> None:
+    """One step in ten takes 1.5 times as long as predicted."""
+    monkeypatch.setattr(StepTimeModel, "quantile", lambda self, q: 1.5)
+    request = running(0.050)
+    ask(request, sampling=replace(request.asked.sampling, max_tokens=1 + to_come))
+    found = budget_of(trained()).allow(RunningView.of([request]), 0.0)
+    assert found.seconds == pytest.approx(0.045 / late, rel=1e-4)
 
 
 def test_of_all_who_are_paced_few_are_asked_what_time_they_have(
