@@ -160,7 +160,8 @@ class AdminRoutes:
 
     def _status(self, key: str) -> AdminAnswer:
         gateway = self._gateway
-        now = gateway.now()
+        now, pools = gateway.now(), gateway.upstreams.pools
+        pool_of = {each.name: name for name in pools for each in gateway.upstreams.all_of(name)}
         told = {
             "version": __version__,
             "in_flight": gateway.in_flight,
@@ -170,9 +171,15 @@ class AdminRoutes:
             "engines": {
                 upstream.name: {
                     **_upstream(upstream, now),
+                    "pool": pool_of.get(upstream.name),
                     "capabilities": _capabilities(upstream, gateway.upstreams),
                 }
                 for upstream in gateway.upstreams.by_name.values()
+            },
+            # seconds since each was heard; null: not yet
+            "pools": {
+                name: None if pool.known is None else round(now - pool.told_at, 3)
+                for name, pool in pools.items()
             },
             "currency": gateway.config.currency,
             "spend": gateway.spending.status(),

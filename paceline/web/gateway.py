@@ -1,7 +1,7 @@
 """The page at ``/ui`` of a gateway: its engines, models and cascades, as ``/status`` tells them.
 
-Imported when a browser first asks for it. Its files need no key; ``/status`` and ``/admin/pools``
-want one of scope admin, which the reader types in.
+Imported when a browser first asks for it. Its files need no key; ``/status`` wants one of scope
+admin where there are keys, which the reader types in.
 """
 
 from __future__ import annotations

@@ -26,14 +26,13 @@ async def test_the_files_need_no_key_and_what_they_ask_for_one_of_an_admin() -> 
         assert page.status_code == 200 and "gateway.js" in page.text
         assert page.headers["content-security-policy"].startswith("default-src 'none'")
         assert page.headers["x-request-id"] and page.headers["content-encoding"] == "gzip"
-        for path in ("/status", "/admin/pools"):
-            for key, status in (
-                ("wrong-key-of-some-length", 401),
-                ("another-key-of-length", 403),
-                (ADMIN_KEY, 200),
-            ):
-                headers = {"Authorization": f"Bearer {key}"}
-                assert (await http.get(path, headers=headers)).status_code == status, path
+        for key, status in (
+            ("wrong-key-of-some-length", 401),
+            ("another-key-of-length", 403),
+            (ADMIN_KEY, 200),
+        ):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await http.get("/status", headers=headers)).status_code == status
         assert (await http.post("/ui/")).status_code == 405
         assert (await http.get("/ui/v/x/../assets.py")).status_code == 404
 

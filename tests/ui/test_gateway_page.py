@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from paceline.gateway.settings.config import KeyConfig, PriceConfig
+from paceline.gateway.settings.config import KeyConfig, PoolConfig, PriceConfig
 from paceline.http.keys import ApiKey
 from tests.gateway.cascade.helpers import calibration, cascade, said
 from tests.gateway.helpers import CHAT, chat
@@ -18,30 +20,31 @@ from tests.security.keys import ADMIN, USER, bearer
 from tests.server.live_process import eventually
 from tests.ui.conftest import OpenPage
 from tests.ui.test_accessibility import AXE, violations
+from tests.ui.test_everywhere import _BROKEN
 from tests.ui.test_operations import use_key
 
 KEYS = (ApiKey.of("alice", "user", USER), ApiKey.of("root", "admin", ADMIN))
 PRICES = tuple(PriceConfig(engine=f"e{n}", input=n**9, output=n**9) for n in (1, 2))
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of one whose small model was sure once, and unsure once."""
-    path = calibration(tmp_path_factory.mktemp("page"))
+@contextmanager
+def served(folder: Path, callers: tuple[ApiKey, ...], **config: Any) -> Iterator[str]:
+    """The address of a gateway whose small model was sure once, and unsure once."""
+    path = calibration(folder)
     small = said("small", -0.1, -0.2), said("small", -3.0, -0.2)
     found: list[str] = []
     ready, over = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        config = {"prices": PRICES, "keys": (KeyConfig(name="alice", budget="5/day"),)}
-        async with cascade(small, said("large"), calibration=path, keys=KEYS, gateway=config) as (
+        told = {"prices": PRICES, **config}
+        async with cascade(small, said("large"), calibration=path, keys=callers, gateway=told) as (
             *_,
             http,
         ):
             for question in ("one", "two"):
                 messages = [{"role": "user", "content": question}]
                 body = chat(model="chat", messages=messages)
-                answer = await http.post(CHAT, json=body, headers=bearer(USER))
+                answer = await http.post(CHAT, json=body, headers=bearer(USER) if callers else {})
                 assert answer.status_code == 200, answer.text
             found.append(str(http.base_url).rstrip("/"))
             ready.set()
@@ -53,6 +56,21 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield found[0]
     over.set()
     thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    budget = (KeyConfig(name="alice", budget="5/day"),)
+    with served(tmp_path_factory.mktemp("page"), KEYS, keys=budget) as address:
+        yield address
+
+
+def test_without_keys_it_shows_all_at_once(tmp_path: Path, open_page: OpenPage) -> None:
+    with served(tmp_path, (), pools=(PoolConfig(name="p"),)) as address:
+        page = open_page(f"{address}/ui/")
+        page.get_by_role("region", name="Table of engines").wait_for()
+        page.get_by_text("p: its controller was not heard yet").wait_for()
+        assert row(page, "models", "chat")[0] == "Spent 0.00768 USD"
 
 
 def shown(open_page: OpenPage, gateway: str, **context: Any) -> Any:
@@ -129,6 +147,7 @@ def test_nothing_of_it_is_lost_in_a_narrow_page(
     size = {"width": width, "height": 700}
     page = shown(open_page, gateway, viewport=size, device_scale_factor=ratio)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(_BROKEN, "thead th") == []
     # tables scroll by themselves, by keys too
     table = page.get_by_role("region", name="Table of models")
     table.focus()

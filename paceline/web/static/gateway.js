@@ -4,7 +4,7 @@ import { ApiError, getJson, key, keyWanted } from "./lib/api.js";
 import { duration, visible } from "./lib/format.js";
 import { Brand, KeyDialog, Theme } from "./pages/frame.js";
 
-/** @type {{ value: any }} what /status says, with the pools, or null */
+/** @type {{ value: any }} what /status says, or null */
 const told = signal(null);
 const failed = signal("");
 const state = signal("asking");
@@ -17,10 +17,10 @@ async function look() {
   if (refused && refused === key.value) return;
   const turn = ++asked;
   try {
-    const [status, { pools }] = await Promise.all([getJson("/status"), getJson("/admin/pools")]);
+    const status = await getJson("/status");
     if (turn < answered) return;
     answered = turn;
-    told.value = { ...status, pools };
+    told.value = status;
     failed.value = refused = "";
     state.value = status.draining ? "draining" : "ready";
   } catch (error) {
@@ -44,7 +44,7 @@ const fact = (name, value) => h("tr", null, h("th", { scope: "row" }, name), h("
 /** @param {string} id @param {string} title @param {any} content @param {boolean} [wide] */
 const card = (id, title, content, wide) => h("section", { class: wide ? "card across" : "card", "aria-labelledby": id }, h("h2", { id }, title), content);
 /** @param {string} label @param {string[]} names columns; a text, then numbers @param {any[]} rows */
-const table = (label, names, rows) => h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": `Table of ${label}` }, h("table", null,
+const table = (label, names, rows) => h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": `Table of ${label}` }, h("table", { class: "compared" },
   h("thead", null, h("tr", null, names.map((name) => h("th", { scope: "col" }, name)))), h("tbody", null, rows)));
 /** @param {string} name @param {any[]} cells */
 const row = (name, cells) => h("tr", { key: name }, h("th", { scope: "row" }, visible(name)), cells.map((cell) => h("td", null, cell)));
@@ -59,17 +59,14 @@ function State(found) {
     fact("Retries left", count(found.retry_budget)), fact("Version", found.version)));
 }
 
-/** Engines, those of a pool below its name. @param {any} found */
+/** @param {any} found */
 function Engines(found) {
-  /** @type {Record<string, string>} */
-  const poolOf = {};
-  for (const [pool, { engines }] of Object.entries(found.pools)) for (const name of Object.keys(engines)) poolOf[name] = pool;
-  const pools = Object.entries(found.pools).map(([name, pool]) => `${visible(name)}: ${pool.seconds_ago === null ? "its controller was not heard yet" : `heard ${duration(1e3 * pool.seconds_ago)} ago`}`);
+  const pools = Object.entries(found.pools).map(([name, ago]) => `${visible(name)}: ${ago === null ? "its controller was not heard yet" : `heard ${duration(1e3 * ago)} ago`}`);
   return [
     pools.length > 0 && h("p", { class: "quiet" }, `Pools: ${pools.join("; ")}.`),
     table("engines", ["Engine", "Pool", "State", "Here", "Running", "Waiting", "KV", "Pressure", "Why"],
       Object.entries(found.engines).map(([name, engine]) => row(name, [
-        visible(poolOf[name] ?? "–"), h("span", { class: engine.state === "ready" ? "" : "bad" }, engine.state.replaceAll("_", " ")), count(engine.requests),
+        visible(engine.pool ?? "–"), h("span", { class: engine.state === "ready" ? "" : "bad" }, engine.state.replaceAll("_", " ")), count(engine.requests),
         count(engine.pressure?.running), count(engine.pressure?.waiting), percent(engine.pressure?.kv), engine.memory_pressure ? h("span", { class: "bad" }, "memory") : engine.pressure?.level ?? "–",
         visible(engine.trouble ?? "")]))),
   ];
