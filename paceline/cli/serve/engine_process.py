@@ -52,14 +52,17 @@ def shared(config: bytes) -> list[Path]:
 
 
 def ending(config: bytes) -> None:
-    """Yield to the other engines of this server while this one's memory is freed."""
+    """Yield to other engines of this server that compute while this one's memory is freed. Where
+    none does, programs that are no engines could keep a process of low priority from its end."""
     if (turn := EngineSettings.from_json(config).turn) is not None:
         from paceline.engine.models.loading import Loading
 
-        # until this process has ended; where the server has ended, too, the page may be gone
+        # where the server has ended, too, the page may be gone
         with contextlib.suppress(OSError, ConfigError):
-            Loading(Path(turn))
-        lower_all()
+            # until this process has ended
+            loading = Loading(Path(turn))
+            if loading.is_crowded(but=os.getpid()):
+                lower_all()
 
 
 def main() -> int:

@@ -32,11 +32,13 @@ class Loading:
         used = _used(os.getpid()) or 0.0
         self._page = Page(path, Slot(os.getpid(), active=now, used=used, loads=1))
 
-    def is_crowded(self) -> bool:
-        """Whether an engine computes now, or did a moment ago."""
+    def is_crowded(self, but: int = 0) -> bool:
+        """Whether an engine, of another process than ``but``, computes now, or did a moment ago."""
         now = time.monotonic()
         return any(
-            slot.pid and not slot.loads and (slot.since or now - slot.active < LATELY)
+            slot.pid not in (0, but)
+            and not slot.loads
+            and (slot.since > 0 or now - slot.active < LATELY)
             for slot in self._page.slots()
         )
 

@@ -21,6 +21,7 @@ from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.main import build_parser
 from paceline.cli.serve import engine_process
 from paceline.cli.serve.several import prepare
+from paceline.engine.models.page import Page, Slot, make_page
 from paceline.errors import ConfigError
 from paceline.quantize.version import VERSION
 from tests.checkpoints.builders import llama_tensors, write_gguf
@@ -244,8 +245,17 @@ def test_an_engine_ends_in_order_where_its_server_and_the_turns_are_gone(
     lowered: list[bool] = []
     monkeypatch.setattr(engine_process, "lower_all", lambda: lowered.append(True))
     models = _prepared(tmp_path, "--model", "a=null", "--model", "b=null")
-    engine_process.ending(models.settings["a"].to_json())
-    assert lowered
+    config = models.settings["a"].to_json()
+    engine_process.ending(config)
+    # there are turns, and then another engine that computes; this one's own do not count
+    make_page(tmp_path / "turns")
+    active = time.monotonic()
+    Page(tmp_path / "turns", Slot(os.getpid(), active=active))
+    engine_process.ending(config)
+    assert not lowered
+    Page(tmp_path / "turns", Slot(os.getppid(), active=active))
+    engine_process.ending(config)
+    assert lowered == [True]
 
 
 def test_blocks_of_several_models_are_neither_kept_nor_given_away(tmp_path: Path) -> None:
