@@ -25,13 +25,15 @@ and read on the gate's text and on chat, next to the mixture in float32.
 
 ``killed``: the command is killed once half of the layers are done, and run again; its share of a
 whole run's time, and of its processors' time, which other load changes less. ``memory``: the
-command's peak on one layer of random weights in the shape of a model of 1.7B.
+command's peak on one layer of random weights in the shape of a model of 1.7B. ``starts``: seconds
+and ready lines of ``serve --dtype q4`` of the twin: alone, and with ``--packed-cache`` a first time
+and once the four bits are made.
 
 ``rtn`` is ``--dtype q4`` of the 16-bit file, which rounds each group of weights between its minimum
 and maximum while loading. No setting of the command was chosen by ``gate``, ``third`` or the
 questions.
 
-The last line is JSON. PARTS=a,b chooses of texts, killed, memory, peer, chat and mixture;
+The last line is JSON. PARTS=a,b chooses of texts, killed, memory, peer, chat, mixture and starts;
 QUICK=1: the gate's text alone; KINDS=q4 leaves mixed bits out. FOLDER=PATH keeps the files there,
 and does not make those again that an earlier run left. TOKENS=16 ends answers on chat where
 distributions are compared no further: minutes instead of a quarter of an hour, but loops are not
@@ -63,6 +65,7 @@ from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.quantize.memory import memory_of_shape, run_alone
 from benchmarks.quantize.peer import asked_of_server, llama_cpp, read_by_peer
 from benchmarks.quantize.speed import speed_ratio
+from benchmarks.quantize.starts import starts
 from benchmarks.quantize.twin import mix, widen, write_twin
 from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import OWN_BITS
@@ -86,7 +89,7 @@ from paceline.quantize.text import CHAT, calibration_windows
 MODEL: Final = "smollm2-135m"
 QUICK: Final = bool(os.environ.get("QUICK"))
 TOKENS: Final = int(os.environ.get("TOKENS") or LOOP_TOKENS)
-ALL_PARTS: Final = ("texts", "killed", "memory", "peer", "chat", "mixture")
+ALL_PARTS: Final = ("texts", "killed", "memory", "peer", "chat", "mixture", "starts")
 PARTS: Final = (os.environ.get("PARTS") or ("texts" if QUICK else ",".join(ALL_PARTS))).split(",")
 # options of the command by kind of file
 ALL_KINDS: Final = {"q4": (), "mixed": ("--bits", "mixed")}
@@ -306,6 +309,11 @@ def measured(published: Path, folder: Path, unmeasured: Unmeasured) -> dict[str,
         show_texts(results["twin"])
     if "chat" in PARTS:
         results["chat_gate"] = chat(twin, formats, published)
+    if "starts" in PARTS:
+        with unmeasured.part("starts"):
+            results["starts"] = starts(twin, folder)
+            for name, start in results["starts"].items():
+                print(f"{name} start: {start['seconds']} s: {start['ready']}", flush=True)
     if "mixture" in PARTS:
         results["mixture"] = of_mixture(twin, folder, texts["gate"])
     return results

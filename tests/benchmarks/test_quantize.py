@@ -18,6 +18,7 @@ from benchmarks.quantize.__main__ import killed_at_half
 from benchmarks.quantize.memory import memory_of_shape, run_alone, write_layer
 from benchmarks.quantize.peer import asked_of_server, read_by_peer
 from benchmarks.quantize.speed import speed_ratio
+from benchmarks.quantize.starts import starts
 from paceline.backends.native import unavailable_reason
 from paceline.checkpoints.open import open_checkpoint
 from paceline.quantize.check import REFERENCE, build, forward_of
@@ -133,3 +134,14 @@ def test_one_layer_of_a_wide_model_is_quantized(
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (1, 64, 96)
     with pytest.raises(subprocess.CalledProcessError):
         run_alone((sys.executable, "-c", "raise SystemExit(3)"))
+
+
+@pytest.mark.thorough
+# the command next to the server has the lowest priority
+@pytest.mark.timeout(600)
+def test_starts_of_a_model_in_sixteen_bits(tmp_path: Path) -> None:
+    found = starts(folder_of(tmp_path / "model"), tmp_path, ("--threads", "1"))
+    assert "rounds each weight of a file in float32 by itself" in str(found["alone"]["ready"])
+    assert "int8 for now" in str(found["first"]["ready"])
+    assert "weights are the four bits" in str(found["second"]["ready"])
+    assert all(float(str(start["seconds"])) > 0 for start in found.values())
