@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import operator
 import resource
 from http import HTTPStatus
@@ -51,6 +52,8 @@ class Connection(PlainProtocol, WatchedProtocol):
         # time between the last byte of an answer and the first of the next request (uvicorn
         # declares whole seconds, and passes it to call_later)
         self.timeout_keep_alive = bounds.keep_alive_timeout  # type: ignore[assignment]
+        # since when no request runs and none has begun; infinite: one has
+        self._idle_from = math.inf
         self._in_head = True
         self._head_bytes = 0
         # whether no part of an incomplete request has come
@@ -83,6 +86,9 @@ class Connection(PlainProtocol, WatchedProtocol):
             # uvicorn only marks the newest request, which may wait behind this one
             self._running.disconnected = True
             self._running.message_event.set()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -162,9 +168,36 @@ class Connection(PlainProtocol, WatchedProtocol):
     def on_response_complete(self) -> None:
         # the request that uvicorn starts now
         self._running = self.pipeline[-1][0] if self.pipeline else None
-        super().on_response_complete()
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+        else:
+            # as there, but with one timer for many answers
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
+            self._idle_from = self.loop.time()
+            if self.timeout_keep_alive_task is None:
+                self._look_again(self.timeout_keep_alive)
         if self._parting and self._running is None:
             self._part()
+
+    def _unset_keepalive_if_required(self) -> None:
+        # the timer looks whether it is idle
+        self._idle_from = math.inf
+
+    def _look_again(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            seconds, self.timeout_keep_alive_handler
+        )
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_from == math.inf:
+            return
+        left = self._idle_from + self.timeout_keep_alive - self.loop.time()
+        if left > 0.0:
+            self._look_again(left)
+        else:
+            super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         if not self._refused:

@@ -47,8 +47,10 @@ class PlainProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
+        # as uvicorn, which asks for an upgrade once more
+        if not self.parser.should_upgrade() and not self.cycle.response_complete:
+            self.cycle.more_body = False
+            self.cycle.message_event.set()
 
     def _head_without_upgrade(self) -> bytes:
         version = self.parser.get_http_version().encode()

@@ -207,7 +207,8 @@ class EngineLoad:
         if pressure is not None and pressure.waiting and age is not None and age < STALE_SECONDS:
             # requests already waiting there, for whatever reason, go before this one
             overcommit = max(overcommit, pressure.waiting / max(1.0, pressure.running or 1.0))
-        overcommit = max(overcommit, self._missing_slots(pressure))
+        if pressure is not None and pressure.slots:
+            overcommit = max(overcommit, self._missing_slots(pressure, pressure.slots))
         prefill = max(0.0, self.prefill_tokens) + demand.prompt_tokens - cached
         count = len(self.running)
         tpot = self.latency.next_token(count + 1)
@@ -227,14 +228,12 @@ class EngineLoad:
             share=share,
         )
 
-    def _missing_slots(self, pressure: Pressure | None) -> float:
+    def _missing_slots(self, pressure: Pressure, slots: float) -> float:
         """Return the ends of requests that come before this one's turn, as a share of the slots."""
-        if pressure is None or not pressure.slots:
-            return 0.0
         # what was sent from here, and what other clients had there at the last report
         reported = (pressure.running or 0.0) + (pressure.waiting or 0.0)
         there = len(self.running) + max(0.0, reported - self._known_running)
-        return max(0.0, there + 1.0 - pressure.slots) / pressure.slots
+        return max(0.0, there + 1.0 - slots) / slots
 
     def wait(self, demand: Demand, now: float) -> float:
         """Return the predicted seconds by which the engine's load delays a first token."""

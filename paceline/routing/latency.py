@@ -46,21 +46,21 @@ class LinearModel:
     """
 
     def __init__(self, weights: Sequence[float], step: float = _STEP) -> None:
-        self._w = list(weights)
+        self.weights = list(weights)
         self._step = step
         self.num_samples = 0
 
     def predict(self, x: Sequence[float]) -> float:
         # ``learn`` checks that there is a weight for each
-        total: float = sum(map(mul, self._w, x))
+        total: float = sum(map(mul, self.weights, x))
         return total
 
     def average(self, others: Sequence[LinearModel]) -> None:
         """Take over the mean of what other models have learned, if any has."""
         known = [each for each in others if each.num_samples]
         if known:
-            columns = zip(*(each._w for each in known), strict=True)
-            self._w = [sum(column) / len(known) for column in columns]
+            columns = zip(*(each.weights for each in known), strict=True)
+            self.weights = [sum(column) / len(known) for column in columns]
             # a first answer, which may be slow, does not replace what others know
             self.num_samples = min(_TAKEN, min(each.num_samples for each in known))
 
@@ -72,8 +72,8 @@ class LinearModel:
         # the first samples weigh more, as they replace a guess
         step = max(self._step, 1.0 / (2.0 + self.num_samples))
         gain = step * error / (_FLOOR + sum(map(mul, x, x)))
-        moved = [w + gain * value for w, value in zip(self._w, x, strict=True)]
-        self._w = [w if w > 0.0 else 0.0 for w in moved]
+        moved = [w + gain * value for w, value in zip(self.weights, x, strict=True)]
+        self.weights = [w if w > 0.0 else 0.0 for w in moved]
         self.num_samples += 1
         return predicted
 
@@ -111,12 +111,15 @@ class LatencyModel:
             wait: seconds until the missing KV cache is free: the share that it lacks, times the
                 seconds that a request holds its own.
         """
-        x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, wait)
-        return max(_LEAST_FIRST, self._first.predict(x))
+        # by hand, as every choice does it
+        least, prefill, others, missing = self._first.weights
+        seconds = least + prefill * (prefill_tokens / 1000.0) + others * (num_requests / 10.0)
+        return max(_LEAST_FIRST, seconds + missing * wait)
 
     def next_token(self, num_requests: float) -> float:
         """Predict the seconds per token after the first."""
-        return max(0.0001, self._next.predict((1.0, num_requests / 10.0)))
+        least, others = self._next.weights
+        return max(0.0001, least + others * (num_requests / 10.0))
 
     def saw_first(
         self, prefill_tokens: float, num_requests: float, wait: float, seconds: float

@@ -16,14 +16,7 @@ from paceline.errors import ConfigError
 from paceline.routing.predicted import PredictedRouter
 from paceline.routing.prefixes import PrefixIndex, hash_chain
 
-__all__ = [
-    "ROUTERS",
-    "LeastOutstanding",
-    "PrefixAffinity",
-    "RoundRobin",
-    "Router",
-    "make_router",
-]
+__all__ = ["ROUTERS", "LeastOutstanding", "PrefixAffinity", "RoundRobin", "Router", "make_router"]
 
 
 class Router(Protocol):

@@ -9,6 +9,8 @@ does for every case.
     a chunk like the one before  gateway/streams/chunk_template.py  past the JSON decoder
     a part of an answer          http/body_writer.py, shortcut.py   past ``send`` and the loop
     a line of metrics            http/exposition.py                 past the formatting of labels
+    a route found before         gateway/routing/routes.py          past the search of all engines
+    a model's only engine        gateway/routing/picker.py          past the filters and the choice
 
 Each object asks once, when it is made or starts a stream. In operation they are on; tests turn them
 off and must see the same bytes.

@@ -90,7 +90,12 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt(self) -> bytes:
         """The prompt as bytes of JSON."""
-        return b"".join([self.fields[name] for name in prompt_fields(self.fields)])
+        names = prompt_fields(self.fields)
+        return (
+            self.fields[names[0]]
+            if len(names) == 1
+            else b"".join([self.fields[name] for name in names])
+        )
 
     def most_tokens(self, path: str) -> int | None:
         """Most tokens that any engine would make of an answer, whichever of the given limits it

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.http.errors import HttpError
 from paceline.routing import TRICKLE, Demand, EngineView, HandOvers, choose, slow_ones
+from paceline.wire import fast_paths
 
 __all__ = ["AllCoolingDownError", "Pick", "Picker", "Tried"]
 
@@ -62,6 +63,7 @@ class Picker:
         self.hand_overs = HandOvers()
         # (model, tier) -> when its engines were last compared, and the slow ones
         self._slow: dict[tuple[str, int], tuple[float, frozenset[str]]] = {}
+        self._may_skip = fast_paths.are_on()
 
     def change(self, slow_factor: float) -> None:
         """Apply another ``slow_factor``."""
@@ -96,6 +98,10 @@ class Picker:
             AllCoolingDownError: the engines that could take it have asked for a cooldown.
             HttpError: 503, no engine can take it now, with each one's reason; 400, none ever can.
         """
+        if self._may_skip and not tried and only is None and not route.apart:
+            lone = _lone(route, demand, now)
+            if lone is not None:
+                return lone
         reasons: dict[str, str] = {}
         pressed: Pick | None = None
         doubtful: list[Endpoint] = []
@@ -106,7 +112,8 @@ class Picker:
         if route.apart:
             only = _in_part(only, prompts=prompts)
         for tier in tiers:
-            slow |= self._slow_of(route, tier, now)
+            if len(tier) > 1:
+                slow |= self._slow_of(route, tier, now)
             endpoints: list[Endpoint] = []
             if route.apart and not prompts:
                 first = [each for each in tier if each.upstream.role != "prompts"]
@@ -129,7 +136,28 @@ class Picker:
             return pressed
         if doubtful:
             return self._choose(doubtful, demand, now, slow)
-        # breakers count past failures: an engine that answers is better than none
+        return self._past_breakers(
+            route, demand, now, tried=tried, only=only, late=late, drained=drained,
+            tiers=tiers, slow=slow, reasons=reasons,
+        )  # fmt: skip
+
+    def _past_breakers(
+        self,
+        route: Route,
+        demand: Demand,
+        now: float,
+        *,
+        tried: Tried,
+        only: _Only | None,
+        late: bool,
+        drained: bool,
+        tiers: Sequence[Sequence[Endpoint]],
+        slow: frozenset[str],
+        reasons: dict[str, str],
+    ) -> Pick:
+        """Pick an engine that its breaker, or a cooldown, keeps requests from, where there is no
+        other: breakers count past failures, and an engine that answers is better than none. Raises
+        as ``pick``."""
         last = [
             endpoint
             for tier in tiers
@@ -314,6 +342,23 @@ def _in_part(only: _Only | None, *, prompts: bool) -> _Only:
         return fits and (only is None or only(endpoint))
 
     return plays
+
+
+def _lone(route: Route, demand: Demand, now: float) -> Pick | None:
+    """Fast path of a first attempt: pick the route's only engine; None: there are others, or it may
+    not fit."""
+    tiers = route.tiers
+    if len(tiers) != 1 or len(tiers[0]) != 1:
+        return None
+    endpoint = tiers[0][0]
+    if (
+        endpoint.lacks_model
+        or endpoint.available(now, route.path)
+        or _too_long(endpoint, demand)
+        or _probably_too_long(endpoint, demand)
+    ):
+        return None
+    return Pick(endpoint, _view(endpoint, demand, now, 1.0))
 
 
 def _was_tried(endpoint: Endpoint, tried: Tried) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -15,11 +16,14 @@ from paceline.gateway.settings.config import GatewayConfig, ModelConfig, Target
 from paceline.gateway.settings.engine_types import VECTOR_PATHS
 from paceline.gateway.upstreams.upstream import Upstream, UpstreamModel
 from paceline.http.errors import HttpError
+from paceline.wire import fast_paths
 
 __all__ = ["Endpoint", "Route", "Routes"]
 
 # endpoints above which a route is kept until the next ``refresh``
 _MANY: Final = 32
+# routes that are kept while the engines list the same models
+_MOST_LAST: Final = 256
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -99,12 +103,13 @@ class Route(msgspec.Struct, frozen=True):
         Raises HttpError 400 if none is left.
         """
         reasons: dict[str, str] = {}
-        some = self.one_of_each
+        some, tiers = self.one_of_each, self.tiers
         if not some or any(each.dialect.cannot(path, body) or _lacks(each, path) for each in some):
-            for upstream in (endpoint.upstream for tier in self.tiers for endpoint in tier):
-                if why := upstream.dialect.cannot(path, body) or _lacks(upstream, path):
-                    reasons[upstream.name] = why
-        tiers = self.tiers
+            for tier in tiers:
+                for endpoint in tier:
+                    upstream = endpoint.upstream
+                    if why := upstream.dialect.cannot(path, body) or _lacks(upstream, path):
+                        reasons[upstream.name] = why
         if reasons:
             kept = ([each for each in tier if each.upstream.name not in reasons] for tier in tiers)
             tiers = [tier for tier in kept if tier]
@@ -146,6 +151,11 @@ class Pool(Protocol):
         ...
 
 
+# models of each engine
+_Listed = Sequence[Mapping[str, UpstreamModel] | None]
+_NO_LAST: Final[tuple[_Listed, Route]] = ((), Route("", ()))
+
+
 class Routes:
     """Routes of a configuration, over engines whose models come and go.
 
@@ -160,6 +170,8 @@ class Routes:
         self._pools = pools
         # routes with many endpoints, by name and whether no cloud is allowed; see ``refresh``
         self._kept: dict[tuple[str, bool], Route] = {}
+        # last route of an engine's model at a path, and the lists of models that it was made of
+        self._last: dict[tuple[str, str, bool], tuple[_Listed, Route]] = {}
         self._are_named = bool(config.models)
         by_name = {model.name: model for model in config.models}
         self._targets = {
@@ -214,8 +226,15 @@ class Routes:
         if (found := self._aliases.find(name)) is not None:
             alias, stem = found
             return self._configured(self._aliased[alias], local_only, name, stem)
-        if not self._are_named and (kept := self._kept.get((name, local_only))) is not None:
-            return replace(kept, path=path)
+        models: _Listed = ()
+        if not self._are_named:
+            if (kept := self._kept.get((name, local_only))) is not None:
+                return replace(kept, path=path)
+            models = [upstream.models for upstream in self._upstreams.values()]
+            listed, route = self._last.get((name, path, local_only), _NO_LAST)
+            # the same objects: no engine came or went, or has listed its models since
+            if listed and len(models) == len(listed) and all(map(operator.is_, models, listed)):
+                return route
         endpoints = None if self._are_named else self._served(name, local_only)
         if endpoints is None and self._pools and not self.entries():
             raise HttpError(503, "no engine of a pool has answered yet", retry_after=1.0)
@@ -227,6 +246,10 @@ class Routes:
         tiers = (endpoints,) if endpoints else ()
         apart = any(each.upstream.role == "prompts" for each in endpoints or ())
         route = Route(name, tiers, local_only=local_only, path=path, apart=apart)
+        if fast_paths.are_on():
+            if len(self._last) >= _MOST_LAST:
+                self._last.clear()
+            self._last[name, path, local_only] = models, route
         return self._keep(name, route)
 
     def names(self) -> list[str]:

@@ -39,6 +39,7 @@ _log = logging.getLogger("paceline.gateway")
 _COLD: Final = ("known", "unloaded", "loading")
 # assumed seconds to load it, or an adapter, and most that are believed
 _LOAD_SECONDS: Final = 0.1
+_NONE: Final[frozenset[str]] = frozenset()
 _MOST_LOAD_SECONDS: Final = 60.0
 # the process's start time, in Prometheus' standard metric
 _STARTED: Final = "process_start_time_seconds"
@@ -75,24 +76,29 @@ class UpstreamModel:
     max_model_len: int | None = None
     # the whole entry
     entry: Mapping[str, Any] = field(default_factory=dict)
+    # seconds that a request waits for it: of an adapter, or one of several models, that is not in
+    # memory, as the engine says, or else usual ones
+    load_seconds: float = field(init=False)
 
-    @property
-    def load_seconds(self) -> float:
-        """Seconds that a request waits for it: of an adapter, or one of several models, that is not
-        in memory, as the engine says, or else usual ones."""
-        status, said = self.entry.get("status"), self.entry.get("load_seconds")
-        if isinstance(status, Mapping):
-            said = status.get("load_seconds")
-            if status.get("value") == "failed":
-                return _MOST_LOAD_SECONDS
-            is_cold = status.get("value") in _COLD
-        else:
-            is_cold = status == "registered"
-        if not is_cold:
-            return 0.0
-        if isinstance(said, (int, float)) and 0.0 < said < _MOST_LOAD_SECONDS:
-            return float(said)
-        return _LOAD_SECONDS
+    def __post_init__(self) -> None:
+        # here, as each choice reads it
+        object.__setattr__(self, "load_seconds", _load_seconds(self.entry))
+
+
+def _load_seconds(entry: Mapping[str, Any]) -> float:
+    status, said = entry.get("status"), entry.get("load_seconds")
+    if isinstance(status, Mapping):
+        said = status.get("load_seconds")
+        if status.get("value") == "failed":
+            return _MOST_LOAD_SECONDS
+        is_cold = status.get("value") in _COLD
+    else:
+        is_cold = status == "registered"
+    if not is_cold:
+        return 0.0
+    if isinstance(said, (int, float)) and 0.0 < said < _MOST_LOAD_SECONDS:
+        return float(said)
+    return _LOAD_SECONDS
 
 
 class Upstream:
@@ -290,7 +296,7 @@ class Upstream:
 
     def left_out(self, model: str) -> frozenset[str]:
         """Fields that the gateway would add for this model, but that the engine refuses."""
-        return self._left_out.get(model, frozenset())
+        return self._left_out.get(model, _NONE)
 
     def leave_out(self, model: str, names: frozenset[str]) -> None:
         """Remember fields that the engine refused: it then took the request without them."""
@@ -376,7 +382,7 @@ class Upstream:
 
     def load_seconds(self, name: str) -> float:
         """Return the seconds that a request waits until its model, or adapter, is loaded."""
-        model = (self.models or {}).get(name)
+        model = None if self.models is None else self.models.get(name)
         return 0.0 if model is None or name in self._loads else model.load_seconds
 
     def note_load(self, name: str) -> None:

@@ -1,7 +1,5 @@
 """A second engine for a late first token, and engines that are slow or have just come back."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import replace
@@ -44,7 +42,7 @@ def _known(gateway: Any, first: str = "e1") -> None:
     for name in gateway.upstreams.by_name:
         if name != first:
             # slower to its end, so it is the second choice
-            gateway.upstreams.by_name[name].load.latency._next._w[0] *= 2.0
+            gateway.upstreams.by_name[name].load.latency._next.weights[0] *= 2.0
     gateway.hedges._saved = 5.0
 
 

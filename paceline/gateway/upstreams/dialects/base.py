@@ -23,6 +23,7 @@ _LISTS: Final = {
 # may be bytes (``encoding_format``)
 _OF_VECTORS: Final = ("data", "results")
 _NULL: Final = msgspec.Raw(b"null")
+_LIST: Final = ord("[")
 
 
 class _Answer(msgspec.Struct):
@@ -104,7 +105,7 @@ def checked(path: str, body: bytes) -> bytes:
         raise
     # an empty list is an answer: nothing was found, or nothing said
     for name in names:
-        if bytes(memoryview(getattr(answer, name))[:1]) == b"[":
+        if memoryview(getattr(answer, name))[0] == _LIST:
             return body
     is_error = answer.error != _NULL
     raise ValueError("it reports an error" if is_error else f"it has no {names[0]}")
