@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from paceline.cli.elsewhere.llama_server import LLAMA_SERVER
-from paceline.cli.elsewhere.ollama import RUN, VARIABLES
-from paceline.cli.elsewhere.rows import Row
-from paceline.cli.elsewhere.vllm import VLLM
+from paceline.cli.flags.elsewhere.llama_server import LLAMA_SERVER
+from paceline.cli.flags.elsewhere.ollama import RUN, VARIABLES
+from paceline.cli.flags.elsewhere.rows import Row
+from paceline.cli.flags.elsewhere.vllm import VLLM
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "use" / "flags.md"
 _TABLE: Final = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)

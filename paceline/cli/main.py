@@ -55,9 +55,7 @@ first steps:
 def build_parser(commands_of: Sequence[str] = tuple(_COMMANDS)) -> Parser:
     """Build the command line, with all commands or some. Imports nothing heavy."""
     parser = Parser(
-        prog="paceline",
-        description="Serve open-weight language models.",
-        epilog=_EPILOG,
+        prog="paceline", description="Serve open-weight language models.", epilog=_EPILOG
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(

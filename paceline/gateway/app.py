@@ -21,13 +21,13 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.errors import ConfigError
-from paceline.gateway.admin import AdminRoutes, as_json, pool_in
 from paceline.gateway.billing.admission import Admission, Admitted, tokens_of
 from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
 from paceline.gateway.cascade.asked import NO_CASCADES, Asked, NoCascades
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
+from paceline.gateway.proxy.admin import AdminRoutes, as_json, pool_in
 from paceline.gateway.proxy.context import NO_NOTE, Allowed, RequestContext, salt_of
 from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
 from paceline.gateway.proxy.passthrough.kept import RESPONSES, StoredObjects
@@ -500,10 +500,7 @@ def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:
 async def _send(
     send: Send, status: int, kind: str, body: bytes, *, retry_after: int | None = None
 ) -> None:
-    headers = [
-        (b"content-type", kind.encode()),
-        (b"content-length", b"%d" % len(body)),
-    ]
+    headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
     if retry_after is not None:
         headers.append((b"retry-after", b"%d" % retry_after))
     if status == 401:

@@ -1,8 +1,6 @@
 """What users of other gateways complained of under load and over time, each a test of that number
 that it does not happen here. The numbers of issues are in docs/operate/gateway.md."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

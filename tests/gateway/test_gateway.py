@@ -1,7 +1,5 @@
 """A gateway before engines that answer, refuse, fall silent and die."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -167,11 +165,7 @@ async def test_a_missing_end_after_the_finish_reason_is_no_fault() -> None:
         asked = chat(stream=True, stream_options={"include_usage": True})
         told = streamed(await client.post(CHAT, json=asked))
         assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
-        assert told[-2]["usage"] == {
-            "prompt_tokens": 3,
-            "completion_tokens": 5,
-            "total_tokens": 8,
-        }
+        assert told[-2]["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 529])

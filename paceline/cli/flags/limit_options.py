@@ -43,11 +43,7 @@ def add_limit_options(parser: Parser) -> None:
         "for its key: requests=RATE tokens=RATE concurrent=N, each also =unlimited. RATE is "
         "written 60/minute, 5/10s or 1000000/day.",
     )
-    group.add_argument(
-        "--rate-limit-requests",
-        type=rate,
-        help="requests (default: no limit)",
-    )
+    group.add_argument("--rate-limit-requests", type=rate, help="requests (default: no limit)")
     group.add_argument(
         "--rate-limit-tokens",
         type=rate,
@@ -72,9 +68,7 @@ def add_limit_options(parser: Parser) -> None:
         help="size of the request line and all headers, at least 1KiB (default 64KiB)",
     )
     bounds.add_argument(
-        "--max-headers",
-        type=bounded_int(8, 100_000),
-        help="headers of one request (default 128)",
+        "--max-headers", type=bounded_int(8, 100_000), help="headers of one request (default 128)"
     )
     bounds.add_argument(
         "--max-json-depth",

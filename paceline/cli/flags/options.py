@@ -62,10 +62,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = Tr
     )
     if positional:
         parser.add_argument(
-            "--model",
-            dest="model_flag",
-            metavar="MODEL",
-            help="the same as the argument MODEL",
+            "--model", dest="model_flag", metavar="MODEL", help="the same as the argument MODEL"
         )
 
 

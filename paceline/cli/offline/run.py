@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from paceline.cli.elsewhere import ASK
 from paceline.cli.flags.arguments import Parser
+from paceline.cli.flags.elsewhere import ASK
 from paceline.cli.offline import chat
 
 __all__ = ["add_parser"]

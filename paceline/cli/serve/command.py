@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
-import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.cli.flags.adapter_options import (
-    adapter_config,
-    adapter_settings,
-    add_adapter_options,
-)
+from paceline.cli.flags.adapter_options import adapter_config, adapter_settings, add_adapter_options
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.block_options import add_block_options, block_settings
 from paceline.cli.flags.explicit_flags import given_flags
@@ -39,14 +33,14 @@ from paceline.cli.flags.server_options import (
     add_server_options,
     batch_config,
 )
-from paceline.core.pooling import EMBED
+from paceline.cli.serve.ready import ready_line, told_of_model
 from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Awaitable, Callable, Collection, Mapping
 
-    from paceline.cli.elsewhere.rows import Note
+    from paceline.cli.flags.elsewhere.rows import Note
     from paceline.cli.flags.model_options import GivenModel
     from paceline.cli.flags.settings import EngineSettings
     from paceline.engine.types import EngineInfo
@@ -56,7 +50,7 @@ if TYPE_CHECKING:
     # signature of ``server.lifecycle.serve``
     Serve = Callable[..., Awaitable[int]]
 
-__all__ = ["add_parser", "ready_line"]
+__all__ = ["add_parser", "successor"]
 
 # fields of ServerConfig with their flags' names
 _NAMED_AS_FLAGS: Final = (
@@ -115,8 +109,8 @@ def _rewrite(args: list[str], known: Collection[str]) -> tuple[list[str], tuple[
     """Replace flags of other servers, after those that the environment sets."""
     if any(word in ("-h", "--help") for word in args):
         return args, ()
-    from paceline.cli.elsewhere import SERVE
-    from paceline.cli.elsewhere.ollama import of_environment
+    from paceline.cli.flags.elsewhere import SERVE
+    from paceline.cli.flags.elsewhere.ollama import of_environment
 
     args, flags = SERVE.rewrite(args, known)
     before, variables = of_environment(os.environ, {word.partition("=")[0] for word in args})
@@ -429,7 +423,7 @@ async def _serve(
         stages.done("listen", time.monotonic())
         stages.log(_log, "started")
         tls = config.ssl_certfile is not None
-        told = (*said, *_told_of_model(settings, config.default_sampling))
+        told = (*said, *told_of_model(settings, config.default_sampling))
         print(ready_line(client.info, name, host, port, tls=tls, taken_over=told), flush=True)
         is_ready()
 
@@ -457,66 +451,3 @@ def successor(settings: EngineSettings, before: EngineInfo, number: int) -> Engi
         numa_fallback=True,
         record=None if settings.record is None else f"{settings.record}.{number}",
     )
-
-
-def ready_line(
-    info: EngineInfo,
-    name: str,
-    host: str,
-    port: int,
-    *,
-    tls: bool = False,
-    taken_over: Sequence[str] = (),
-) -> str:
-    """Return the line on standard output: address, model, what else is to be known
-    (``taken_over``), and a command to try."""
-    # a server that listens on every address can be tried on this machine's own
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    path, said = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
-    body: dict[str, object] = {"model": name, **said}
-    if info.pooling is not None:
-        path = "/v1/embeddings" if info.pooling.task == EMBED else "/classify"
-        body = {"model": name, "input": "Hello!"}
-    curl = (
-        f"curl {address}{path} -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}"
-    )
-    kv_bytes, windows = info.num_blocks * info.block_bytes + info.window_bytes, ""
-    if info.num_window_blocks:
-        windows = f" and {info.num_window_blocks} for sliding-window layers"
-    cache = (
-        f"{info.num_blocks} KV blocks of {info.block_size} tokens{windows} in {info.kv_dtype}, "
-        f"{kv_bytes / 2**20:.0f} MiB when full"
-    )
-    if not kv_bytes:
-        cache = "no KV cache"
-    why = "".join(f"; {each}" for each in taken_over)
-    why += f"; auto: {info.choice}" if info.choice else ""
-    return (
-        f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, {cache}, up to "
-        f"{info.max_model_len} tokens per request{why}) - try: {curl}"
-    )
-
-
-def _told_of_model(settings: EngineSettings, sampling: Mapping[str, float]) -> list[str]:
-    """Return the sampling defaults with their reason, and the next better model that fits."""
-    from paceline.backends.machine.cpu import available_memory
-    from paceline.checkpoints.hub.catalogue import ALIASES, next_better
-
-    told = []
-    alias = ALIASES.get(settings.model_name)
-    if sampling:
-        values = " ".join(f"{name}={value:g}" for name, value in sampling.items())
-        why = "the model's own"
-        if settings.generation_config != "auto" or settings.override_generation_config:
-            why = "by flags"
-        elif alias is not None:
-            why = alias.sampling_reason
-        told.append(f"sampling {values} where a request names none ({why})")
-    if (row := next_better(settings.model_name, available_memory())) is not None:
-        told.append(
-            f"better answers: {row.name}, {row.parameters} parameters, not tried here, follows "
-            f"{row.ifeval:g} % of instructions" + (f" for {alias.ifeval:g}" if alias else "")
-        )
-    return told

@@ -68,9 +68,7 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         "--most", type=bounded_int(1), default=64, help="replicas at most (default 64)"
     )
     parser.add_argument(
-        "--price-per-hour",
-        metavar="P[,P]",
-        help="price of one GPU of each --hardware, in order",
+        "--price-per-hour", metavar="P[,P]", help="price of one GPU of each --hardware, in order"
     )
     parser.add_argument(
         "--autoscale",

@@ -29,20 +29,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-__all__ = [
-    "NO_ATTEMPT",
-    "NO_TRACE",
-    "NO_TRACING",
-    "AttemptTrace",
-    "Trace",
-    "Traces",
-    "Tracing",
-]
+__all__ = ["NO_ATTEMPT", "NO_TRACE", "NO_TRACING", "AttemptTrace", "Trace", "Traces", "Tracing"]
 
-_OPERATIONS: Final = {
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-}
+_OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 _OTHER_OPERATION: Final = "chat"
 # shortest wait that gets a span, s
 _LEAST_WAIT: Final = 0.001

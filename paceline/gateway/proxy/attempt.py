@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from paceline.gateway.observability.tracing import NO_ATTEMPT, AttemptTrace
 from paceline.gateway.proxy.context import RequestContext
 from paceline.gateway.proxy.upstream_request import RESUMABLE
+from paceline.gateway.proxy.verdict import Verdict, outcome_of
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.dialects import Translator
 from paceline.gateway.upstreams.refusals import cooldown_of, refusal_in
-from paceline.gateway.upstreams.standing import Outcome, outcome_of_refusal
 from paceline.http.fields import is_plain
 from paceline.http.sse import SSE
 from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
 from paceline.statuses import retry_of
 
-__all__ = ["Attempt", "AttemptOwner", "Verdict"]
+__all__ = ["Attempt", "AttemptOwner"]
 
 # size of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
@@ -68,15 +67,6 @@ class AttemptOwner(Protocol):
         """Return the request without added fields that the engine refused, and their names; None if
         the refusal names none beyond ``left_out``."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class Verdict:
-    """Outcome of an attempt."""
-
-    # "moved": the engine is well, and another one goes on
-    kind: Literal["done", "refused", "lost", "moved"]
-    why: str = ""
 
 
 class Attempt:
@@ -505,23 +495,14 @@ class Attempt:
             upstream.breaker.abandon()
         if verdict is not None and verdict.kind == "refused":
             standing.cool_down(now + cooldown_of(self.status, self.headers))
-        outcome = self._outcome(verdict, now)
+        outcome = outcome_of(
+            verdict, self.status, self.headers, of_engine=self._is_of_engine,
+            names_stored=self._context.names_stored,
+            cooling_down=standing.cooldown_left(now) > 0.0,
+        )  # fmt: skip
         if outcome in ("failed", "missing") or (verdict is not None and self._is_of_engine):
             upstream.note_failure(now)
         standing.end(self._path, outcome, now)
-
-    def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
-        """Return what the attempt's end says about the model."""
-        if verdict is None or verdict.kind == "moved":
-            return "unknown"
-        if verdict.kind == "lost" and self._is_of_engine:
-            return "unknown"
-        if verdict.kind != "refused":
-            return "ok" if verdict.kind == "done" else "failed"
-        return outcome_of_refusal(
-            self.status, self.headers, names_stored=self._context.names_stored,
-            cooling_down=self._standing.cooldown_left(now) > 0.0,
-        )  # fmt: skip
 
 
 def _drop(data: bytes) -> None:

@@ -29,9 +29,10 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from paceline.gateway.proxy.attempt import Attempt, Verdict
+from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.context import RequestContext
 from paceline.gateway.proxy.upstream_request import RESUMABLE, takes_ids
+from paceline.gateway.proxy.verdict import Verdict
 from paceline.gateway.routing.picker import Pick
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.prices import Used

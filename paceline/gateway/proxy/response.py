@@ -295,10 +295,7 @@ def _noted(body: bytes, model: str, note: Mapping[str, Any]) -> bytes:
 def _broken_event(path: str, why: str, num_tokens: int, resume: str) -> bytes:
     """Build the last events of a stream that breaks, in the API of the path."""
     if path == "/v1/messages":
-        error: Mapping[str, Any] = {
-            "type": "error",
-            "error": {"type": "api_error", "message": why},
-        }
+        error: Mapping[str, Any] = {"type": "error", "error": {"type": "api_error", "message": why}}
         return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
     if path == "/v1/responses":
         error = {"type": "error", "code": "engine_failed", "message": why, "param": None}

@@ -15,8 +15,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from paceline.gateway.proxy.attempt import Attempt, Verdict
+from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.context import RequestContext
+from paceline.gateway.proxy.verdict import Verdict
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.engine_types import TEXT_PATHS, is_vectors
 from paceline.gateway.settings.prices import Used

@@ -188,11 +188,7 @@ async def _read_llama_cpp(found: Capabilities, fetch: Fetch) -> None:
     found.slots = _count(props, "total_slots")
     if most := _count(_at(props, "default_generation_settings"), "n_ctx"):
         found.contexts[""] = most
-    body = {
-        "messages": _MESSAGES,
-        "continue_final_message": True,
-        "add_generation_prompt": False,
-    }
+    body = {"messages": _MESSAGES, "continue_final_message": True, "add_generation_prompt": False}
     prompt = (await _object(fetch, "/apply-template", body)).get("prompt")
     if isinstance(prompt, str) and _SAID_SO_FAR in prompt:
         found.learn("continues", prompt.rstrip().endswith(_SAID_SO_FAR), "engine")
@@ -231,12 +227,7 @@ async def _try(found: Capabilities, fetch: Fetch, model: str) -> None:
     if found.token_ids is None:
         status, told = await fetch(
             _CHAT,
-            {
-                "model": model,
-                "messages": _MESSAGES[:1],
-                "max_tokens": 1,
-                "return_token_ids": True,
-            },
+            {"model": model, "messages": _MESSAGES[:1], "max_tokens": 1, "return_token_ids": True},
         )
         choices = _at(told, "choices")
         if status == 200 and isinstance(choices, list) and choices:

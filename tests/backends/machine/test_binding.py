@@ -3,8 +3,6 @@
 The nodes are made up, of a processor each; whoever is bound to one shows in /proc.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -26,7 +24,8 @@ from paceline.backends.machine.placement import choose_placement
 from paceline.backends.machine.topology import allowed_cpus, format_list, parse_list
 from paceline.backends.native import unavailable_reason
 from paceline.cli.flags.settings import EngineSettings
-from paceline.cli.serve.command import ready_line, successor
+from paceline.cli.serve.command import successor
+from paceline.cli.serve.ready import ready_line
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient

@@ -1,7 +1,5 @@
 """Which model ``--speculative-config`` names, and whether it goes with the one that is served."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flags that differ from their default, as the page's operations tab shows them."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.cli.flags.options import engine_settings

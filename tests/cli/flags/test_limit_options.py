@@ -1,7 +1,5 @@
 """Flags about limits: each sets its setting and no other, and its help tells the default."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Modelfiles: one that names the served model and an adapter is served, any other is refused."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

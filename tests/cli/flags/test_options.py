@@ -1,7 +1,5 @@
 """Flags, their errors, and the settings they become."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """A scheduling policy from another package is chosen by name like a built-in one."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 
 import pytest

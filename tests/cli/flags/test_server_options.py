@@ -1,7 +1,5 @@
 """The flags of files and batches, on real servers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,7 @@ from tests.cli.conftest import Command
 from tests.cli.servers import start_server
 from tests.server.live_process import eventually
 
-LINE = {
-    "method": "POST",
-    "url": "/v1/completions",
-    "body": {"prompt": "x", "max_tokens": 2},
-}
+LINE = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
 
 
 def config(*flags: str) -> Any:

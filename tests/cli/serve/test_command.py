@@ -1,7 +1,5 @@
 """``paceline serve`` as a process: its one line, its flags, its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -21,7 +19,8 @@ import pytest
 
 from paceline.backends.reference.null import expected_tokens
 from paceline.cli.flags.settings import EngineSettings
-from paceline.cli.serve.command import _api_keys, _told_of_model, ready_line, successor
+from paceline.cli.serve.command import _api_keys, successor
+from paceline.cli.serve.ready import ready_line, told_of_model
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import EngineInfo
 from paceline.errors import ConfigError
@@ -146,11 +145,7 @@ def test_the_ready_line_counts_window_blocks() -> None:
             {"top_k": 5},
             ["top_k=5 where a request names none (by flags)", "follows 41 % of instructions for"],
         ),
-        (
-            {"model_name": "mine"},
-            {"min_p": 0.1},
-            ["min_p=0.1 where a request names none (the"],
-        ),
+        ({"model_name": "mine"}, {"min_p": 0.1}, ["min_p=0.1 where a request names none (the"]),
         ({"model_name": "mine"}, {}, []),
     ],
 )
@@ -159,7 +154,7 @@ def test_the_ready_line_tells_of_sampling_and_of_a_better_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("paceline.backends.machine.cpu.available_memory", lambda: 8 << 30)
-    found = _told_of_model(EngineSettings.of(**changes), sampling)
+    found = told_of_model(EngineSettings.of(**changes), sampling)
     assert len(found) == len(told) and all(map(str.__contains__, found, told)), found
     line = ready_line(INFO, "m", "h", 80, taken_over=found)
     assert all(each in line for each in told)

@@ -1,8 +1,6 @@
 """What an attempt makes of its engine's bytes, and of their absence, on a clock that the test
 moves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -140,8 +140,7 @@ def _engines(engines: Sequence[EngineRow]) -> RenderableType:
             _memory(row),
             f"{row.sent_per_s:.1f}" if row.sent_per_s < 1000 else f"{row.sent_per_s:.0f}",
             Text.assemble(
-                (_bar(row.sent_share or 0.0, _SHARE_BAR), "cyan"),
-                f" {percent(row.sent_share):>4}",
+                (_bar(row.sent_share or 0.0, _SHARE_BAR), "cyan"), f" {percent(row.sent_share):>4}"
             ),
             _seconds(row.predicted_first),
             Text(_seconds(row.actual_first), "yellow" if off else ""),

@@ -108,11 +108,7 @@ def _batch(frame: Frame) -> RenderableType:
                 for source, count in frame.drafts_per_s.items()
             ),
         )
-    row(
-        "p50 / p99",
-        f"TTFT {pair_of(frame.ttft)}",
-        f"ITL {pair_of(frame.inter_token)}",
-    )
+    row("p50 / p99", f"TTFT {pair_of(frame.ttft)}", f"ITL {pair_of(frame.inter_token)}")
     row("", f"queued {pair_of(frame.queue)}")
     if frame.blocked_by is None:
         row("queue", "no request is blocked", style="dim")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from paceline.gateway.admin import GatewayState
+from paceline.gateway.proxy.admin import GatewayState
 from paceline.gateway.proxy.passthrough.kept import StoredObjects, headers_for
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.requests.body import Body, read_body

@@ -25,7 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import InvalidRequestError
-from paceline.gateway.admin import GatewayState, as_json
+from paceline.gateway.proxy.admin import GatewayState, as_json
 from paceline.gateway.proxy.context import Watch
 from paceline.gateway.proxy.passthrough.homes import Homes
 from paceline.gateway.proxy.passthrough.passing import Passed, pass_on

@@ -23,14 +23,7 @@ import msgspec
 
 from paceline.gateway.streams.pauses import is_between_parts
 from paceline.gateway.streams.usage import believed
-from paceline.wire.sse import (
-    MAX_EVENT_BYTES,
-    PINGS,
-    SseEvents,
-    name_of,
-    names_error,
-    payload_of,
-)
+from paceline.wire.sse import MAX_EVENT_BYTES, PINGS, SseEvents, name_of, names_error, payload_of
 
 __all__ = ["AnthropicStream", "chat_answer"]
 

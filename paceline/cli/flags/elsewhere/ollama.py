@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from paceline.cli.elsewhere.llama_server import KV_TYPES
-from paceline.cli.elsewhere.rows import Note, Row, Taken, already, boolean, refused
+from paceline.cli.flags.elsewhere.llama_server import KV_TYPES
+from paceline.cli.flags.elsewhere.rows import Note, Row, Taken, already, boolean, refused
 from paceline.errors import ConfigError
 
 __all__ = ["RUN", "VARIABLES", "of_environment"]

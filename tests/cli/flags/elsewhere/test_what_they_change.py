@@ -1,7 +1,5 @@
 """What flags change that Paceline has for the sake of other servers' users."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Final
 
-from paceline.cli.elsewhere.rows import Row, Taken, already, boolean, refused, same
+from paceline.cli.flags.elsewhere.rows import Row, Taken, already, boolean, refused, same
 from paceline.cli.flags.plugins import OTHER_NAMES
 
 __all__ = ["VLLM"]

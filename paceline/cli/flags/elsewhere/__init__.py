@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.cli.elsewhere.llama_server import LLAMA_SERVER
-from paceline.cli.elsewhere.ollama import RUN
-from paceline.cli.elsewhere.rows import Rows
-from paceline.cli.elsewhere.vllm import VLLM
+from paceline.cli.flags.elsewhere.llama_server import LLAMA_SERVER
+from paceline.cli.flags.elsewhere.ollama import RUN
+from paceline.cli.flags.elsewhere.rows import Rows
+from paceline.cli.flags.elsewhere.vllm import VLLM
 
 __all__ = ["ASK", "SERVE"]
 

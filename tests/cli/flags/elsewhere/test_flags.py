@@ -1,7 +1,5 @@
 """Flags of vLLM and llama-server, and Ollama's variables, on the command line of ``serve``."""
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 from pathlib import Path
@@ -10,12 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.front_door.commands import commands
-from paceline.cli.elsewhere import ASK, SERVE
-from paceline.cli.elsewhere.ollama import VARIABLES
+from paceline.cli.flags.elsewhere import ASK, SERVE
+from paceline.cli.flags.elsewhere.ollama import VARIABLES
 from paceline.cli.flags.explicit_flags import given_flags
 from paceline.cli.main import build_parser
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 # refused by name: formats, parsers and devices that are not here
 REFUSED = 7
 

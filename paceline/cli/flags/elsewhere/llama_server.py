@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Final
 
-from paceline.cli.elsewhere.rows import (
+from paceline.cli.flags.elsewhere.rows import (
     FALSE,
     Row,
     Taken,
