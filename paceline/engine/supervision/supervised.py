@@ -17,6 +17,7 @@ from paceline.engine.supervision.quarantine import Place, Suspect
 from paceline.engine.types import (
     AdapterStats,
     ChoiceDelta,
+    EngineFaults,
     EngineStats,
     GenerationOutput,
     GenerationRequest,
@@ -72,6 +73,17 @@ class Counts:
     lost: int = 0
     poisoned: int = 0
     recovery_seconds: float = 0.0
+
+    def faults(self, *, up: bool) -> EngineFaults:
+        """Return them for metrics; ``up``: there is an engine."""
+        return EngineFaults(
+            up=up,
+            losses=tuple(sorted(self.losses.items())),
+            recovery_seconds=self.recovery_seconds,
+            num_resent=self.resent,
+            num_lost=self.lost,
+            num_poisoned=self.poisoned,
+        )
 
 
 def fail_wait(call: Call, error: Exception) -> None:

@@ -172,15 +172,7 @@ class SupervisedEngineClient:
 
     @property
     def faults(self) -> EngineFaults:
-        counts = self._counts
-        return EngineFaults(
-            up=self._engine is not None,
-            losses=tuple(sorted(counts.losses.items())),
-            recovery_seconds=counts.recovery_seconds,
-            num_resent=counts.resent,
-            num_lost=counts.lost,
-            num_poisoned=counts.poisoned,
-        )
+        return self._counts.faults(up=self._engine is not None)
 
     async def generate(
         self, request: GenerationRequest, sink: Sink | None = None
@@ -475,14 +467,11 @@ class SupervisedEngineClient:
         ended = time.monotonic()
         self._start_seconds = ended - started
         self._counts.recovery_seconds = ended - began
+        restarts = self._restarts
         _log.warning(
             "engine_replaced pid=%d seconds=%.2f restarts=%d of %d within %g s",
-            client.pid,
-            ended - began,
-            len(self._restarts),
-            self._restarts.most,
-            self._restarts.window,
-        )
+            client.pid, ended - began, len(restarts), restarts.most, restarts.window,
+        )  # fmt: skip
         self._adopt(client)
 
     def _give_up(self) -> None:

@@ -467,11 +467,9 @@ class Attempt:
         if self._connecting is not None:
             self._connecting.cancel()
         relay = self._owner.relay
-        made = (
-            0
-            if relay is None or self._hedge_relay is not None
-            else relay.num_output_tokens - self._tokens_before
-        )
+        made = 0
+        if relay is not None and self._hedge_relay is None:
+            made = relay.num_output_tokens - self._tokens_before
         self._dispatch.end(now, made)
         self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)
         self._count(verdict, now)
