@@ -1,8 +1,6 @@
 """Models whose window layers have blocks of their own, against transformers: through the scheduler,
 in chunks, many at once, after preemption, with prefix hits and forks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.loading.load import WorkerBackend, choose_windows
+from paceline.backends.loading.load import WorkerBackend
 from paceline.backends.loading.memory_estimate import served_memory
 from paceline.backends.loading.plan import LoadPlan
+from paceline.backends.loading.pool_sizes import choose_windows
 from paceline.backends.loading.settings import BackendSettings, BatchLimits
 from paceline.backends.native import unavailable_reason
 from paceline.backends.native.step import NativeLoader, NativeStep

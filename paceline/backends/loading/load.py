@@ -1,5 +1,4 @@
-"""Loading of a checkpoint into a backend, on the compute path that suits machine and model, and the
-division of memory between blocks of the KV pool, window blocks and host blocks.
+"""Loading of a checkpoint into a backend, on the compute path that suits machine and model.
 
 PyTorch is imported only where it computes, or where only it can tell whether a device exists: it
 takes a second and 200 MB to load. An encoder is computed by PyTorch, without a KV cache.
@@ -14,7 +13,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from paceline.backends.drafting.draft_model import DraftPlan
 from paceline.backends.loading.adapter import ModelAdapters, PlannedAdapter
@@ -29,41 +28,24 @@ from paceline.backends.loading.plan import (
     settle_plan,
     torch_dtype,
 )
+from paceline.backends.loading.pool_sizes import PoolSizes, choose_sizes
 from paceline.backends.loading.settings import BackendSettings, BatchLimits
-from paceline.backends.machine.cpu import NO_TORCH, choose_num_blocks, has_torch
+from paceline.backends.machine.cpu import NO_TORCH, has_torch
 from paceline.backends.machine.yielding import Beside, at_once
 from paceline.backends.native import Kinds, choose_kinds
 from paceline.backends.pooling.load import make_runner
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
-from paceline.backends.runner.interface import (
-    CopyableModel,
-    ModelLoader,
-    PoolMemory,
-    YieldingModel,
-)
+from paceline.backends.runner.interface import CopyableModel, ModelLoader, YieldingModel
 from paceline.backends.runner.model_runner import ModelRunner
-from paceline.checkpoints.gguf.shards import weight_files
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint
 from paceline.checkpoints.model.encoder import EncoderFiles
 from paceline.checkpoints.open import OpenedEncoder, open_model
 from paceline.core.backend import BackendInfo
-from paceline.core.config import SchedulerConfig
 from paceline.core.grammar import MatcherSource
-from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.errors import CheckpointError, ConfigError
 
-__all__ = [
-    "PoolSizes",
-    "Runner",
-    "WorkerBackend",
-    "choose_blocks",
-    "choose_sizes",
-    "choose_windows",
-    "host_blocks",
-    "load_backend",
-    "load_encoder",
-]
+__all__ = ["Runner", "WorkerBackend", "load_backend", "load_encoder"]
 
 
 class Runner(Protocol):
@@ -389,140 +371,3 @@ def _check_settings(settings: BackendSettings, checkpoint: EncoderFiles) -> None
             )
     if not has_torch():
         raise ConfigError(f"{path} is an encoder, which PyTorch computes, and {NO_TORCH}")
-
-
-_NONE = "layers with a sliding window keep the keys and values of whole requests"
-
-
-class PoolSizes(NamedTuple):
-    """Blocks of the KV pool."""
-
-    # ordinary blocks, that fit into memory with the window blocks
-    num_blocks: int
-    # blocks for layers with a sliding window; 0: these use ordinary blocks
-    num_window_blocks: int = 0
-    # blocks of host memory to swap to
-    num_host_blocks: int = 0
-    # reason for no window blocks, for users; empty where there are some or no layer needs them
-    why: str = ""
-
-
-def choose_sizes(plan: LoadPlan, loader: ModelLoader, draft: DraftPlan | None) -> PoolSizes:
-    """Choose the sizes for a model and what drafts for it."""
-    # asked once: a second answer may differ
-    memory = bounded_memory(plan, loader.pool_memory())
-    num_blocks = choose_blocks(plan, loader, memory, draft)
-    sizes = choose_windows(plan, loader, memory, num_blocks, drafted=draft is not None)
-    if sizes.num_window_blocks:
-        return sizes
-    return sizes._replace(num_host_blocks=host_blocks(plan.settings, loader, num_blocks))
-
-
-def bounded_memory(plan: LoadPlan, memory: PoolMemory) -> PoolMemory:
-    """Return what ``gpu_memory_utilization`` leaves to the KV pool, where it is given: that share
-    of what is free, less the model's files, whose size weights have at most in most formats."""
-    share = plan.settings.gpu_memory_utilization
-    if share is None:
-        return memory
-    files = sum(path.stat().st_size for path in weight_files(plan.path))
-    left = int(memory.free_bytes * share) - files
-    if left <= 0:
-        raise ConfigError(
-            f"gpu_memory_utilization={share:g} of {memory.free_bytes / 2**20:.0f} MiB of free "
-            f"memory is less than the model's files, {files / 2**20:.0f} MiB: raise it, or leave "
-            "it out"
-        )
-    return PoolMemory(left, 1.0)
-
-
-def choose_blocks(
-    plan: LoadPlan, loader: ModelLoader, memory: PoolMemory, draft: DraftPlan | None
-) -> int:
-    """Choose the blocks of the KV pool, after the draft model's blocks and weights are deducted."""
-    settings, max_num_seqs = plan.settings, plan.limits.max_num_seqs
-    if settings.num_blocks is not None:
-        return settings.num_blocks
-    if not loader.block_bytes:
-        # without a cache, blocks are numbers: enough of them that no prompt waits for one
-        return max_num_seqs * -(-plan.max_model_len // settings.block_size)
-    return choose_num_blocks(
-        settings.kv_cache_bytes,
-        block_bytes=loader.block_bytes + (0 if draft is None else draft.block_bytes),
-        block_size=settings.block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=plan.max_model_len,
-        free_bytes=max(
-            0,
-            memory.free_bytes
-            - settings.adapter_bytes
-            - (0 if draft is None else draft.weight_bytes),
-        ),
-        share=memory.share,
-    )
-
-
-def host_blocks(settings: BackendSettings, loader: ModelLoader, num_blocks: int) -> int:
-    """Return the blocks of host memory for swapping, next to ``num_blocks`` of the pool."""
-    if not loader.block_bytes:
-        return 0
-    swap_bytes = settings.swap_bytes
-    if swap_bytes is None:
-        # the limit may be infinity, which cannot be divided into blocks
-        swap_bytes = int(min(num_blocks * loader.block_bytes // 2, loader.max_host_bytes))
-    return swap_bytes // loader.block_bytes
-
-
-def choose_windows(
-    plan: LoadPlan, loader: ModelLoader, memory: PoolMemory, num_blocks: int, *, drafted: bool
-) -> PoolSizes:
-    """Choose the number of window blocks, and of blocks, which may then exceed ``num_blocks``, the
-    number that fits into ``memory`` where all layers use them.
-
-    Args:
-        drafted: a model or a head drafts, whose cache uses the served model's blocks.
-    """
-    settings, limits, max_model_len = plan.settings, plan.limits, plan.max_model_len
-    if not loader.window:
-        return PoolSizes(num_blocks)
-    max_num_seqs = limits.max_num_seqs
-    off = settings.without_windows
-    if settings.swap_bytes:
-        off = off or "host memory to swap to takes whole blocks (--swap-space)"
-    elif plan.pooling is not None:
-        # hidden states are computed from ordinary blocks alone
-        off = off or "a pooled model has hidden states of whole prompts"
-    elif drafted:
-        off = off or "a draft model or head shares its blocks with the model"
-    if off:
-        return PoolSizes(num_blocks, why=f"{_NONE}: {off}")
-    scheduler = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(limits.max_num_batched_tokens, max_num_seqs),
-        max_model_len=max_model_len,
-    )
-    needed = window_blocks_needed(scheduler, loader.window, settings.block_size)
-    if needed >= num_blocks:
-        off = (
-            f"windows of --max-num-seqs {max_num_seqs} would take {needed} blocks, and there are "
-            f"{num_blocks}; a smaller --max-num-seqs may help"
-        )
-        return PoolSizes(num_blocks, why=f"{_NONE}: {off}")
-    taken = needed * loader.window_block_bytes
-    of_others = loader.block_bytes - loader.window_block_bytes
-    if not of_others and settings.num_blocks is None:
-        # blocks take no memory, so there may be as many as all requests can use
-        largest = max_num_seqs * -(-max_model_len // settings.block_size)
-        return PoolSizes(max(num_blocks, largest), needed)
-    if settings.num_blocks is not None:
-        return PoolSizes(num_blocks, needed)
-    kv_cache_bytes = settings.kv_cache_bytes
-    fitting = choose_num_blocks(
-        None if kv_cache_bytes is None else kv_cache_bytes - taken,
-        block_bytes=of_others,
-        block_size=settings.block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        free_bytes=max(0, memory.free_bytes - int(taken / memory.share)),
-        share=memory.share,
-    )
-    return PoolSizes(fitting, needed)

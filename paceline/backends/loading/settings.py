@@ -72,7 +72,7 @@ class BackendSettings:
     # bytes for adapters, set aside before the KV pool is sized
     adapter_bytes: int = 0
     # reason why layers with a sliding window get no window blocks, for the ready line; empty: they
-    # may get some, see ``load.choose_windows``
+    # may get some, see ``pool_sizes.choose_windows``
     without_windows: str = ""
     # processor threads; None: as many as the process may use of its nodes' processors
     threads: int | None = None

@@ -1,7 +1,5 @@
 """Which draft models are loaded, and what they take."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

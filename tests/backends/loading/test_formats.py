@@ -1,7 +1,5 @@
 """Which formats are chosen, what is refused, and what a choice changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,9 +233,7 @@ def test_a_level_that_was_measured_to_be_slower_than_a_lesser_one_is_not_taken(
     assert choose(QUANTISED).isa == "avx512bf16"
 
 
-def test_a_lesser_level_does_not_count_by_what_it_may_not_take(
-    machine: pytest.MonkeyPatch,
-) -> None:
+def test_a_lesser_level_does_not_count_by_what_it_may_not_take(machine: pytest.MonkeyPatch) -> None:
     """Its 4 bits are the fastest there are, and do not suit a table's file on this level."""
     fast = tuple(
         replace(pair, passes=True, steps_ms={"step": 0.5}) if pair.weights == "q4" else pair

@@ -1,7 +1,5 @@
 """The table that formats are chosen by, and the choice among measured ones."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

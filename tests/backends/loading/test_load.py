@@ -17,7 +17,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.loading.load import WorkerBackend, host_blocks, load_backend
+from paceline.backends.loading.load import WorkerBackend, load_backend
+from paceline.backends.loading.pool_sizes import host_blocks
 from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.native import unavailable_reason
 from paceline.backends.runner.interface import ModelLoader

@@ -1,7 +1,5 @@
 """What weights, keys and values take is told without loading them."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -53,8 +51,7 @@ def packed(checkpoint: Checkpoint, dtype: str) -> int:
 @NATIVE
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "q4"])
 @pytest.mark.parametrize(
-    "name",
-    ["llama", "llama-tied", "qwen3", "phi3", "mixtral", "qwen3-moe-some-dense", "gpt-oss"],
+    "name", ["llama", "llama-tied", "qwen3", "phi3", "mixtral", "qwen3-moe-some-dense", "gpt-oss"]
 )
 def test_bytes_of_matrices_are_those_of_the_library(name: str, dtype: str, tmp_path: Path) -> None:
     save_model(tmp_path, name)
