@@ -21,7 +21,8 @@ from paceline.sim.plan.split import estimate_split
 from paceline.sim.report.metrics import Summary
 from paceline.sim.report.plots import plot_curves
 from paceline.sim.report.table import text_table
-from paceline.sim.simulator import Disaggregation, KVTransfer, Pool
+from paceline.sim.simulator import Disaggregation, Pool
+from paceline.sim.transfer import KVTransfer
 from paceline.sim.workload.spec import open_workload
 
 __all__ = ["STUDY"]
