@@ -158,7 +158,8 @@ class _Bench:
         done = subprocess.run(
             [*self._command, "-c", str(max(512, -(-context // 256) * 256)), "-b", str(_BATCH),
              "-npp", str(length), "-ntg", str(steps), "-npl", str(count)],
-            capture_output=True, check=True, text=True,
+            # it writes a log where it runs
+            capture_output=True, check=True, cwd=Path(self._command[0]).parent, text=True,
         )  # fmt: skip
         return Done(seconds_of(done.stdout + done.stderr), count * job.max_tokens)
 

@@ -31,7 +31,7 @@ def test_a_job_is_a_run_of_as_many_tokens(tmp_path: Path) -> None:
     program = tmp_path / "bench"
     program.write_text(
         f"#!{sys.executable}\nimport sys\n"
-        f"open({str(tmp_path / 'seen')!r}, 'w').write(' '.join(sys.argv[1:]))\nprint({TABLE!r})\n"
+        f"open('seen', 'w').write(' '.join(sys.argv[1:]))\nprint({TABLE!r})\n"
     )
     program.chmod(0o755)
     bench = _Bench(str(program), "m.gguf", "Q4_1", "2", str(tmp_path))
