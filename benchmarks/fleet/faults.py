@@ -134,8 +134,10 @@ def ray_cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     memory = 80 << 20
-    # its agent takes its time where other work is done
+    # its agent takes its time where other work is done, and its workers would be nice, as replicas
+    # that they start would be too
     os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # a raylet that is gone is noticed within two seconds
     checks = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
     head = {

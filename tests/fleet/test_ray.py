@@ -27,6 +27,8 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     memory = 80 << 20
+    # or replicas have what other work leaves over
+    os.environ.setdefault("RAY_worker_niceness", "0")
     found = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 0, "object_store_memory": memory, "include_dashboard": False},
