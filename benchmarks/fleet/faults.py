@@ -159,10 +159,12 @@ def _raylet_killed(cluster: Any) -> Fault:
         node = cluster.worker_nodes.pop()
         node.kill_raylet()
         await asyncio.sleep(_NOTICED)
-        node.kill_all_processes(check_alive=False, allow_graceful=False)
-        cluster.add_node(num_cpus=4, object_store_memory=80 << 20)
+        # the streams are read meanwhile
+        await asyncio.to_thread(node.kill_all_processes, check_alive=False, allow_graceful=False)
+        await asyncio.to_thread(cluster.add_node, num_cpus=4, object_store_memory=80 << 20)
         # its replicas are processes of their own, and gateways see them: none is replaced
-        assert {each.name for each in fleet.records()} == names
+        left = {each.name for each in fleet.records()}
+        assert left == names, (left, names, fleet.log()[-3000:])
 
     return fault
 

@@ -158,6 +158,8 @@ async def _there() -> dict[str, Any]:
     import ray
     from ray import serve
 
+    # or other work goes before its replicas and its proxy
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": 8155})

@@ -65,6 +65,8 @@ class EngineHost:
         self._record = start_replica(
             self._folder, self._name, args, version,
             exit_unwatched=exit_unwatched, resources=resources, environ=environ,
+            # where its raylet has ended Ray kills an actor's children, of other sessions too
+            as_child=False,
         )  # fmt: skip
 
     def look(self) -> tuple[str, str, str, bool, str]:

@@ -31,6 +31,13 @@ __all__ = ["Record", "last_number", "read_records", "start_replica"]
 
 _READY: Final = re.compile(rb"paceline ready: (https?://\S+?)/v1 ")
 _RESTARTS: Final = "--max-engine-restarts"
+# starts a process of its own session with a given standard output, and says its number
+_LAUNCH: Final = """
+import subprocess, sys
+stdin = subprocess.DEVNULL
+out, *command = sys.argv[1:]
+print(subprocess.Popen(command, stdin=stdin, stdout=int(out), start_new_session=True).pid)
+"""
 # bytes of a log's end among which its last line is looked for
 _TAIL_BYTES: Final = 4096
 # bytes of its output among which the ready line is looked for
@@ -105,8 +112,11 @@ def start_replica(
     exit_unwatched: float,
     resources: Mapping[str, float],
     environ: Mapping[str, str],
+    as_child: bool = True,
 ) -> Record:
     """Start a replica and write its file. Raises OSError.
+
+    ``as_child``: of this process; otherwise what ends the children of this process spares it.
 
     It ends with its engine, unless ``args`` say otherwise: its streams go on at once at another
     replica, not only when the next engine is ready, and the controller starts another one.
@@ -119,13 +129,24 @@ def start_replica(
         open(folder / f"{name}.out", "wb", opener=private_opener) as out,
         open(folder / f"{name}.log", "ab", opener=private_opener) as log,
     ):
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True,
-            env=dict(environ),
-        )  # fmt: skip
-    record = Record(name, process.pid, _started(process.pid) or 0, version, dict(resources))
-    # ``Record.lives`` reaps it
-    process.returncode = 0
+        if as_child:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True,
+                env=dict(environ),
+            )  # fmt: skip
+            pid = process.pid
+            # ``Record.lives`` reaps it
+            process.returncode = 0
+        else:
+            launched = subprocess.run(
+                [sys.executable, "-c", _LAUNCH, str(out.fileno()), *command],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=dict(environ),
+                pass_fds=(out.fileno(),),
+            )  # fmt: skip
+            if launched.returncode:
+                raise OSError("it was not launched, see its log")
+            pid = int(launched.stdout)
+    record = Record(name, pid, _started(pid) or 0, version, dict(resources))
     partial = folder / f"{name}.json.part"
     try:
         write_private(partial, msgspec.json.encode(record).decode())

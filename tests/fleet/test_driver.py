@@ -206,6 +206,32 @@ def test_a_replica_without_a_file_is_not_left_running(
         started[0].kill()
 
 
+@pytest.mark.parametrize("as_child", [True, False])
+def test_a_replica_need_not_be_a_child(tmp_path: Path, as_child: bool) -> None:
+    record = replica.start_replica(
+        tmp_path, "chat-1", ("--backend", "null"), "v", exit_unwatched=60.0, resources={},
+        environ=dict(os.environ), as_child=as_child,
+    )  # fmt: skip
+    try:
+        assert record.lives() and replica.read_records(tmp_path) == [record]
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        assert (str(record.pid) in children) is as_child
+        assert os.getpgid(record.pid) == record.pid, "its group is ended with it"
+    finally:
+        record.end(kill=True)
+    until = time.monotonic() + 20.0
+    while record.lives():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="not launched"):
+        replica.start_replica(
+            tmp_path, "chat-2", (), "v", exit_unwatched=60.0, resources={},
+            # no Python starts with it
+            environ={"PYTHONHOME": str(tmp_path)}, as_child=False,
+        )  # fmt: skip
+    assert not replica.read_records(tmp_path)[1:]
+
+
 def test_a_pool_keeps_its_latest_logs(tmp_path: Path) -> None:
     for number in range(1, 61):
         (tmp_path / f"chat-{number}.log").touch()
