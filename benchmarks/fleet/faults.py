@@ -153,6 +153,13 @@ def ray_cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
+def _make_whole(cluster: Any) -> None:
+    """Add the nodes that a fault took. Ray does so in the main thread alone, which streams would
+    wait for."""
+    while len(cluster.worker_nodes) < 2:
+        cluster.add_node(num_cpus=4, object_store_memory=80 << 20)
+
+
 def _raylet_killed(cluster: Any) -> Fault:
     async def fault(fleet: Fleet) -> None:
         names = {each.name for each in fleet.records()}
@@ -161,7 +168,6 @@ def _raylet_killed(cluster: Any) -> Fault:
         await asyncio.sleep(_NOTICED)
         # the streams are read meanwhile
         await asyncio.to_thread(node.kill_all_processes, check_alive=False, allow_graceful=False)
-        await asyncio.to_thread(cluster.add_node, num_cpus=4, object_store_memory=80 << 20)
         # its replicas are processes of their own, and gateways see them: none is replaced
         left = {each.name for each in fleet.records()}
         assert left == names, (left, names, fleet.log()[-3000:])
@@ -179,16 +185,26 @@ def _gcs_killed(cluster: Any) -> Fault:
     return fault
 
 
-async def _under_streams(fleet: Fleet, fault: Fault, streams: int) -> Streams:
+async def _under_streams(
+    fleet: Fleet, fault: Fault, streams: int, after: Callable[[], None]
+) -> Streams:
     async with Streams(fleet, streams, tokens=_TOKENS).running() as found:
         await found.parts(_PARTS)
         await fault(fleet)
         await found.parts(_PARTS)
+    after()
     return found
 
 
-def faults(times: int, streams: int, chosen: dict[str, Fault], fleet_lines: str = "") -> Any:
-    """Return each fault's counts; every one happens ``times`` to a fleet of three."""
+def faults(
+    times: int,
+    streams: int,
+    chosen: dict[str, Fault],
+    fleet_lines: str = "",
+    after: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return each fault's counts; every one happens ``times`` to a fleet of three, and ``after`` is
+    called behind the streams of each."""
     rows: dict[str, Any] = {}
     serve = ("--backend", "null", "--null-step-time", str(_STEP))
     if not chosen:
@@ -203,7 +219,7 @@ def faults(times: int, streams: int, chosen: dict[str, Fault], fleet_lines: str 
         asyncio.run(fleet.settled())
         for name, fault in chosen.items():
             rows[name] = isolated.repeated(
-                name, times, partial(_under_streams, fleet, fault, streams)
+                name, times, partial(_under_streams, fleet, fault, streams, after)
             )
     return rows
 
@@ -218,7 +234,8 @@ def _of_ray(
         with ray_cluster() as cluster:
             if only in "raylet killed":
                 chosen["raylet killed"] = _raylet_killed(cluster)
-            rows |= faults(times, streams, chosen, f'ray = "{cluster.address}"')
+            lines = f'ray = "{cluster.address}"'
+            rows |= faults(times, streams, chosen, lines, partial(_make_whole, cluster))
             idle_mb = ray_mb()
     if only in "GCS and replica killed":
         # a head that was killed has forgotten its cluster: each time another one
