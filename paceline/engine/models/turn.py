@@ -199,7 +199,12 @@ class Turn:
             with suppress(BlockingIOError):
                 os.read(self._bell, 64)
             with self._page.locked():
-                has_turn = self._try(time.monotonic())
+                now = time.monotonic()
+                mine = self._page.slots()[self._me]
+                if not mine.since:
+                    # it was passed over meanwhile
+                    self._page.set(self._me, mine._replace(since=now))
+                has_turn = self._try(now)
 
     # ------------------------------------------------------------------ with the page locked
 
@@ -227,6 +232,8 @@ class Turn:
                     return False
                 mine = self._page.slots()[self._me]
                 self._page.set(self._me, mine._replace(overruns=mine.overruns + 1))
+                # one that was stopped while it waited would be chosen again and again
+                self._page.set(holder, slot._replace(since=0.0))
             else:
                 self._page.set(holder, Slot())
         return self._pass_on(now) == self._me

@@ -20,7 +20,7 @@ import pytest
 from paceline.backends.reference.null import NullBackend
 from paceline.core.slo import Slo
 from paceline.engine.models.arbiter import Contender, choose_turn, longest_step
-from paceline.engine.models.page import make_page, read_uses
+from paceline.engine.models.page import Page, Slot, make_page, read_uses
 from paceline.engine.models.turn import Turn
 from paceline.engine.testing import null_core
 from tests.driving import make_request
@@ -107,6 +107,41 @@ def test_an_engine_that_hangs_is_counted_as_passed_over(page: Path) -> None:
     waiting.close()
     assert len(read_uses(page)) == 1
     holder.close()
+
+
+def test_an_engine_that_is_stopped_while_it_waits_is_passed_over_once(page: Path) -> None:
+    good = Turn(page)
+    # it has used less, waits for longer and is late: it would have each turn
+    began = time.monotonic()
+    stopped = Page(page, Slot(os.getpid(), since=began, due=began))
+    for _ in range(3):
+        good.planned(0.001, math.inf, math.inf)
+        with good:
+            pass
+    assert [use.overruns for use in read_uses(page)] == [1, 0]
+    assert stopped.slots()[stopped.me].since == 0.0
+    good.close()
+
+
+def test_an_engine_that_was_passed_over_while_it_waited_waits_again(page: Path) -> None:
+    holder, late = Turn(page), Turn(page)
+    view = Page(page, Slot())
+    holder.__enter__()
+    thread = threading.Thread(target=late.__enter__)
+    thread.start()
+    while not any(slot.since for slot in view.slots()):
+        time.sleep(0.001)
+    with view.locked():
+        for number, slot in enumerate(view.slots()):
+            view.set(number, slot._replace(since=0.0))
+    while not any(slot.since for slot in view.slots()):
+        time.sleep(0.001)
+    holder.__exit__(None, None, None)
+    thread.join(0.4)
+    assert not thread.is_alive()
+    late.__exit__(None, None, None)
+    holder.close()
+    late.close()
 
 
 def test_an_engine_that_is_stopped_with_the_page_locked_keeps_no_other(page: Path) -> None:
