@@ -39,6 +39,8 @@ class Loading:
             slot.pid not in (0, but)
             and not slot.loads
             and (slot.since > 0 or now - slot.active < LATELY)
+            # one that was killed while it waited does so for ever
+            and lives(slot.pid)
             for slot in self._page.slots()
         )
 

@@ -56,6 +56,11 @@ def test_it_is_crowded_while_an_engine_computes(page: Path) -> None:
         assert [use.pid for use in read_uses(page)] == [os.getpid()]
         turn.close()
         assert not loading.is_crowded()
+        # one that was killed while it waited
+        with subprocess.Popen(["true"]) as ended:
+            ended.wait()
+        Page(page, Slot(ended.pid, since=time.monotonic()))
+        assert not loading.is_crowded()
 
 
 def test_steps_leave_a_share_to_a_load_that_wants_a_processor_and_has_none(page: Path) -> None:
