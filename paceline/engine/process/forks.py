@@ -91,9 +91,10 @@ class ForkServer:
     @property
     def is_ready(self) -> bool:
         """Whether its imports are done."""
-        if self._socket is not None and not self._is_ready:
+        # another thread may close it meanwhile
+        if (own := self._socket) is not None and not self._is_ready:
             with contextlib.suppress(OSError):
-                self._is_ready = self._socket.recv(1, socket.MSG_DONTWAIT) == _READY
+                self._is_ready = own.recv(1, socket.MSG_DONTWAIT) == _READY
         return self._is_ready
 
     def take(self) -> ForkedProcess | None:
@@ -103,15 +104,16 @@ class ForkServer:
             return self._take()
 
     def _take(self) -> ForkedProcess | None:
-        if not self.is_ready or self._socket is None:
+        own = self._socket
+        if not self.is_ready or own is None:
             return None
         ends: list[int] = []
         try:
             for _ in range(2):
                 ends += os.pipe()
             its_stdin, stdin, code, its_code = ends
-            socket.send_fds(self._socket, [_FORK], [its_stdin, its_code])
-            pid = int(_PID.unpack(self._socket.recv(_PID.size))[0])
+            socket.send_fds(own, [_FORK], [its_stdin, its_code])
+            pid = int(_PID.unpack(own.recv(_PID.size))[0])
             handle = os.pidfd_open(pid)
             ends = [its_stdin, its_code]
             return ForkedProcess(pid, handle, stdin, code)

@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -127,3 +128,17 @@ def test_a_fork_without_a_handle_leaves_no_descriptor(
     gc.collect()
     # the server's socket is closed, too
     assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def test_a_server_that_is_closed_while_it_is_asked_makes_no_process() -> None:
+    server = ForkServer(("none",))
+
+    class Closing(socket.socket):
+        def sendmsg(self, *given: object) -> int:
+            server.close()
+            return 1
+
+    own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        server._socket, server._is_ready = Closing(fileno=own.detach()), True
+        assert server.take() is None
