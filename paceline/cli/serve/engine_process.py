@@ -35,7 +35,7 @@ def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     settings = EngineSettings.from_json(config)
     configure_logging(settings.log_level, settings.log_format)
     if settings.cpus is not None:
-        # before any thread: those that follow inherit it, and count these processors
+        # before any thread that computes: those inherit it, and count these processors
         os.sched_setaffinity(0, settings.cpus)
     stages.done("import", time.monotonic())
     built = build_core(settings, own_process=True)
