@@ -246,11 +246,13 @@ class Routes:
         tiers = (endpoints,) if endpoints else ()
         apart = any(each.upstream.role == "prompts" for each in endpoints or ())
         route = Route(name, tiers, local_only=local_only, path=path, apart=apart)
-        if fast_paths.are_on():
+        route = self._keep(name, route)
+        # one with many engines is kept apart, for all paths and until the next ``refresh``
+        if not route.one_of_each and fast_paths.are_on():
             if len(self._last) >= _MOST_LAST:
                 self._last.clear()
             self._last[name, path, local_only] = models, route
-        return self._keep(name, route)
+        return route
 
     def names(self) -> list[str]:
         """Return the names that callers may request: configured ones, else the engines'."""

@@ -66,3 +66,13 @@ def test_a_route_is_found_once_until_an_engine_lists_its_models_again() -> None:
     engine.lists([{"id": "other"}], {})
     with pytest.raises(UnknownModelError):
         routes.find("m", 1.0, path=PATH)
+
+
+def test_a_route_with_many_engines_is_kept_again_after_each_refresh() -> None:
+    upstreams = {name: made(name) for name in map("e{}".format, range(40))}
+    routes = Routes(GatewayConfig(engines=(upstreams["e0"].config,)), upstreams, {})
+    for _ in range(2):
+        first = routes.find("m", 1.0, path=PATH)
+        assert len(first.one_of_each) == 1, "not each engine is asked what it serves"
+        assert routes.find("m", 1.0, path=PATH).tiers is first.tiers
+        routes.refresh()
