@@ -93,12 +93,15 @@ class Connection(PlainProtocol, WatchedProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._idle_from = math.inf
         self._in_head = True
         self._between = False
         self._num_begun += 1
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
+        # it may have begun before the last answer ended
+        self._idle_from = math.inf
         self._in_head = False
         if len(self.headers) > self._bounds.max_headers:
             # no task was started for it yet, and none will be
@@ -181,8 +184,9 @@ class Connection(PlainProtocol, WatchedProtocol):
             self._part()
 
     def _unset_keepalive_if_required(self) -> None:
-        # the timer looks whether it is idle
-        self._idle_from = math.inf
+        # data may be no request: empty lines, or the body of one that is answered already
+        if self._idle_from < math.inf:
+            self._idle_from = self.loop.time()
 
     def _look_again(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(

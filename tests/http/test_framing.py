@@ -257,6 +257,29 @@ def requests(draw: st.DrawFn) -> list[Sent]:
     return sent
 
 
+@pytest.mark.parametrize(
+    ("path", "length", "rest"),
+    [("/0", 0, b""), ("/0", 0, b"\r\n"), ("/early", 3, b"abc"), ("/early", 3, b"a")],
+)
+def test_data_that_begin_no_request_keep_no_connection_open(
+    loop: asyncio.AbstractEventLoop, path: str, length: int, rest: bytes
+) -> None:
+    async def run() -> None:
+        wire = Wire(frozenset({"/early"}), keep_alive_timeout=0.05)
+        await wire.feed(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+        )
+        while not wire.connection.cycle.response_complete:
+            await asyncio.sleep(0)
+        await wire.feed(*([rest] if rest else []))
+        async with asyncio.timeout(10.0):
+            while not wire.transport.closed:
+                await asyncio.sleep(0.01)
+        await wire.settle()
+
+    loop.run_until_complete(run())
+
+
 def fuzz(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
     sent = data.draw(requests())
     bad = data.draw(st.just(b"") | st.sampled_from(tuple(BAD.values())))
