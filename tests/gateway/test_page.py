@@ -99,7 +99,7 @@ async def test_the_status_tells_what_models_cost_and_what_their_cascades_decided
     )
     async with cascade(
         small, said("large"), calibration=calibration(tmp_path), gateway={"prices": prices}
-    ) as (*_, http):
+    ) as (*_, gateway, http):
         before = (await http.get("/status")).json()
         assert before["models"] == {}
         assert before["cascades"]["chat"]["handed_off"] is None
@@ -118,3 +118,7 @@ async def test_the_status_tells_what_models_cost_and_what_their_cascades_decided
         assert found["audited_loss"] is None and found["alarm"] is False
         metrics = (await http.get("/metrics")).text
         assert 'paceline:gateway_model_spend{model="chat"} 0.0015' in metrics
+        # another currency needs a restart, and amounts stay in the one that they were counted in
+        other = msgspec.structs.replace(gateway.config, currency="EUR")
+        assert "currency needs a restart" in await gateway.reload(other, gateway.keys)
+        assert (await http.get("/status")).json()["currency"] == "USD"

@@ -59,7 +59,7 @@ class Spending:
             config.currency,
             wall,
         )
-        self._currency = config.currency
+        self.currency = config.currency
         # amounts since the gateway began, by the model whose route requests took
         self.by_model: dict[str, int] = {}
         self._keys = {key.name: key for key in config.keys}

@@ -160,8 +160,7 @@ class AdminRoutes:
 
     def _status(self, key: str) -> AdminAnswer:
         gateway = self._gateway
-        now, pools = gateway.now(), gateway.upstreams.pools
-        pool_of = {each.name: name for name in pools for each in gateway.upstreams.all_of(name)}
+        now = gateway.now()
         told = {
             "version": __version__,
             "in_flight": gateway.in_flight,
@@ -171,7 +170,7 @@ class AdminRoutes:
             "engines": {
                 upstream.name: {
                     **_upstream(upstream, now),
-                    "pool": pool_of.get(upstream.name),
+                    "pool": upstream.pool_name or None,
                     "capabilities": _capabilities(upstream, gateway.upstreams),
                 }
                 for upstream in gateway.upstreams.by_name.values()
@@ -179,9 +178,9 @@ class AdminRoutes:
             # seconds since each was heard; null: not yet
             "pools": {
                 name: None if pool.known is None else round(now - pool.told_at, 3)
-                for name, pool in pools.items()
+                for name, pool in gateway.upstreams.pools.items()
             },
-            "currency": gateway.config.currency,
+            "currency": gateway.spending.currency,
             "spend": gateway.spending.status(),
             # since the gateway began
             "models": {
