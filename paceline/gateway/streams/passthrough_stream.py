@@ -146,10 +146,8 @@ class PassthroughRelay(StreamRelay):
         if self._is_said and not self.done:
             assert self.stops is not None, "an event said why it ended"
             self.done, self.failed = True, None
-            name, payload = self.stops[1].rstrip().split(b"\n")
-            return self._all_held() + self._noted(
-                name + b"\n" + payload, payload_of(payload) or b""
-            )
+            last = self.stops[1].removesuffix(b"\n\n")
+            return self._all_held() + self._noted(last, payload_of(last) or b"")
         if not self.done and self.failed is None:
             self.failed = "the stream ended in the middle of the answer"
         return b""
@@ -195,7 +193,9 @@ class PassthroughRelay(StreamRelay):
         if not self._note or not payload.endswith(b"}"):
             return event + b"\n\n"
         head = [line for line in event.splitlines() if not line.startswith(b"data")]
-        told = payload[:-1] + b',"paceline":' + msgspec.json.encode(self._note) + b"}"
+        fields = payload[:-1].rstrip()
+        comma = b"" if fields.endswith(b"{") else b","
+        told = fields + comma + b'"paceline":' + msgspec.json.encode(self._note) + b"}"
         return b"\n".join([*head, *(b"data: " + line for line in told.split(b"\n"))]) + b"\n\n"
 
     def _reports_error(self, name: bytes, payload: bytes) -> bool:
