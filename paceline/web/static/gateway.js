@@ -51,11 +51,11 @@ const row = (name, cells) => h("tr", { key: name }, h("th", { scope: "row" }, vi
 
 /** @param {any} found */
 function State(found) {
-  const ready = Object.values(found.engines).filter((engine) => !["failing", "unreachable", "cooling_down", "draining"].includes(engine.state)).length;
+  const engines = Object.values(found.engines), ready = engines.filter((engine) => !["failing", "unreachable", "cooling_down", "draining"].includes(engine.state)).length;
   return h("table", null, h("tbody", null,
     fact("State", found.draining ? h("span", { class: "bad" }, "draining") : "ready"),
-    fact("Engines", `${ready} of ${Object.keys(found.engines).length} take requests`),
-    fact("At engines", count(found.in_flight - found.waiting)), fact("Waiting here", count(found.waiting)),
+    fact("Engines", `${ready} of ${engines.length} take requests`),
+    fact("At engines", count(engines.reduce((sum, engine) => sum + engine.requests, 0))), fact("Waiting here", count(found.waiting)),
     fact("Retries left", count(found.retry_budget)), fact("Version", found.version)));
 }
 
