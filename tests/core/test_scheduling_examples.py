@@ -193,7 +193,7 @@ def test_steps_without_prompts() -> None:
         found.append(budget.allow(RunningView.of([chat]), 0.045 * step, lacking=1_000))
         chat.num_tokens += 1
         chat.num_computed_tokens += 1
-    assert [allowance.wide for allowance in found] == [False] * 4 + [True]
+    assert [allowance.saved_for for allowance in found] == [256] * 4 + [0]
     assert found[-1][:2] == (1 + 288, pytest.approx(0.27))
 
 

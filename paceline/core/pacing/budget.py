@@ -58,8 +58,13 @@ class Allowance(NamedTuple):
     tokens: int
     # predicted seconds of the step above which best-effort rows stay out of it
     seconds: float
-    # whether prompts have a part in it
-    wide: bool = True
+    # prompt tokens of the step for which this one, without prompts, saves time up; 0: it saves none
+    saved_for: int = 0
+
+    @property
+    def wide(self) -> bool:
+        """Whether prompts have a part in it."""
+        return not self.saved_for
 
 
 class StepBudget:
@@ -111,43 +116,48 @@ class StepBudget:
         start = max((request.num_computed_tokens for request in view.wide), default=0)
         if tokens := view.boosted:
             # the pace of others does not count, as their tenants had more than their share
+            self._num_saved, self._saved_rows_s = 0, 0.0
             if gap < math.inf:
                 tokens = min(tokens, chunk.within(view.base, start, self._most, gap=gap))
             return Allowance(chunk.total(tokens, num_running), 0.0)
+        late = max(1.0, self._model.quantile(LATE_QUANTILE))
+        rows, longest = self._model.predict(view.base), gap / late
         if num_running and not view.ordinary:
             allowed = self.added_seconds(view)
         else:
-            late = max(1.0, self._model.quantile(LATE_QUANTILE))
-            allowed = min(self._least_spare(view.paced, now, late), gap / late)
             if view.step_rows < math.inf:
                 # new requests of other tenants wait for its end, as for that of best effort alone;
                 # with many rows it is longer, as prompts in a small part of it would cost too much
-                rows = view.step_rows * self._model.predict(view.base)
-                allowed = min(allowed, max(self.best_effort_seconds, rows))
+                longest = min(longest, max(self.best_effort_seconds, view.step_rows * rows))
+            allowed = min(self._least_spare(view.paced, now, late), longest)
         if allowed == math.inf:
             tokens = chunk.unpaced(num_running, view.narrow_rows)
         else:
             tokens = chunk.within(view.base, start, chunk.knee(), seconds=allowed, gap=gap)
-        saves = lacking > 0 and self._saves(view, allowed, lacking, start, gap)
-        self._num_saved = self._num_saved + 1 if saves else 0
-        self._saved_rows_s = self._saved_rows_s + self._model.predict(view.base) if saves else 0.0
+        saved_for = self._saves_for(view, allowed, lacking, start, longest) if lacking else 0
+        self._num_saved = self._num_saved + 1 if saved_for else 0
+        self._saved_rows_s = self._saved_rows_s + rows + chunk.away_s if saved_for else 0.0
         # a prompt with a target must not wait for best-effort rows
         seconds = 0.0 if view.urgent else allowed
-        return Allowance(chunk.total(tokens, num_running), seconds, wide=not saves)
+        return Allowance(chunk.total(tokens, num_running), seconds, saved_for)
 
-    def _saves(
-        self, view: RunningView, allowed: float, lacking: int, start: int, gap: float
-    ) -> bool:
-        """Return whether the next step computes no prompt, although it may take ``allowed`` s, as
-        running requests that get ahead by it lend the time to a chunk worth its fixed cost."""
-        rows, most = self._model.predict(view.base), min(max(2, lacking), self._chunk.knee())
-        fixed = self._model.wide_seconds
+    def _saves_for(
+        self, view: RunningView, allowed: float, lacking: int, start: int, longest: float
+    ) -> int:
+        """Return the chunk, worth its fixed cost, for which the next step saves time up: it
+        computes no prompt, although it may take ``allowed`` s, and running requests that get ahead
+        by it lend the time. 0: it computes prompts. No step may take more than ``longest`` s."""
+        chunk, fixed = self._chunk, self._model.wide_seconds
+        rows, most = self._model.predict(view.base), min(max(2, lacking), chunk.knee())
         if not view.paced or fixed <= _NOTABLE * rows:
-            return False
+            return 0
         wanted = min(rows + _WORTHWHILE * fixed, self._model.predict(view.base.plus(start, most)))
-        wanted = min(wanted, gap / max(1.0, self._model.quantile(LATE_QUANTILE)))
-        gain = PACE_SHARE * min(view.paces) - rows
-        return allowed < wanted <= allowed + gain * (_MOST_SAVED - self._num_saved)
+        wanted = min(wanted, longest)
+        gain = PACE_SHARE * min(view.paces) - rows - chunk.away_s
+        if not allowed < wanted <= allowed + gain * (_MOST_SAVED - self._num_saved):
+            return 0
+        tokens = chunk.within(view.base, start, chunk.knee(), seconds=wanted)
+        return max(2, chunk.floor, tokens)
 
     def _least_spare(self, paced: Sequence[Request], now: float, late: float) -> float:
         """Return the seconds the next step may take for all paced requests: until the next token of

@@ -86,7 +86,8 @@ class Paced:
             )
         pressing = self._deadlines.pressing
         step = PacedStep(
-            budget=tokens, state=state, now=now, chunk_tokens=allowance.tokens - num_running,
+            budget=tokens, state=state, now=now,
+            chunk_tokens=allowance.saved_for or allowance.tokens - num_running,
             passes=_passes(view, evicted, pressing=pressing), reserved=reserved,
             pressing=pressing, evicted=evicted, seconds=allowance.seconds,
             background_seconds=background_seconds, ordinary_seconds=0.0,

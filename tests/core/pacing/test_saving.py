@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import StepResult
 from paceline.core.pacing import budget
+from paceline.core.pacing.view import RunningView
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
@@ -105,3 +107,40 @@ def test_only_a_fixed_cost_leaves_prompts_out_of_steps(fixed: float, saves: bool
     last = max(index for index, shape in enumerate(steps) if shape.wide_tokens)
     first = next(index for index, shape in enumerate(steps) if index > 4 and shape.wide_tokens)
     assert any(not shape.wide_tokens for shape in steps[first:last]) == saves
+
+
+def test_no_more_is_saved_than_a_step_may_take_while_tenants_share() -> None:
+    """Steps of 38 ms at a pace of 90 ms: a step may take 160 ms there, which one such step saves
+    (or two), and 238 ms elsewhere."""
+
+    def num_saved(step_rows: float) -> int:
+        chunk = scheduler.state.chunk
+        limits = budget.StepBudget(model, chunk, scheduler.state.work, SchedulerConfig())
+        stream = make_request("s", 100, 200, slo=Slo(tpot=TPOT))
+        stream.num_tokens, stream.num_computed_tokens, stream.first_token_time = 101, 100, 0.0
+        now = 0.0
+        while not limits.allow(RunningView.of([stream], step_rows=step_rows), now, 1_000).wide:
+            stream.num_tokens += 1
+            stream.num_computed_tokens += 1
+            now += model.predict(StepShape(0, 0.0, 1, 100))
+        return stream.num_tokens - 101
+
+    scheduler = trained(costly)
+    model = scheduler.step_time
+    assert 0 < num_saved(3.0) < num_saved(math.inf)
+
+
+def test_forecasts_take_the_chunk_that_time_is_saved_for() -> None:
+    scheduler, chunks = trained(costly), list[int]()
+
+    def takes(shape: StepShape) -> float:
+        if scheduler._paced.budget._num_saved:
+            assert not shape.wide_tokens
+            chunks.append(scheduler._last.chunk_tokens)
+        return costly(shape)
+
+    slo = Slo(tpot=TPOT)
+    streams = [make_request(f"s{i}", 32, 200, slo=slo) for i in range(4)]
+    prompts = [make_request(f"p{i}", 300, 2, arrival=1.0, slo=slo) for i in range(4)]
+    serve(scheduler, [*streams, *prompts], takes)
+    assert chunks and min(chunks) > scheduler.state.chunk.floor
