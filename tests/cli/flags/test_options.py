@@ -394,7 +394,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     # the same, see tests/cli/serve/test_blocks.py
     elsewhere |= {"kv_store", "kv_store_bytes", "kv_port", "kv_host"}
     # of a server of several models, see serve/test_several.py
-    elsewhere |= {"turn", "turn_weight"}
+    elsewhere |= {"turn", "turn_weight", "cpus"}
     for part in (EngineSettings, BackendSettings, SchedulerConfig):
         for field in fields(part):
             if field.name not in elsewhere:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.front_door.stand_in import write_model
-from paceline.backends.loading.load import bounded_memory
+from paceline.backends.loading.pool_sizes import bounded_memory
 from paceline.backends.runner.interface import PoolMemory
 from paceline.cli.flags.options import chat_template
 from paceline.cli.flags.settings import EngineSettings
