@@ -39,7 +39,7 @@ serve: $(READY) ## an OpenAI-compatible server on PORT (8000); ARGS="--help" sho
 
 # in the order of the files: by default those with many tests come first, and the model's, few and
 # long, at the end by themselves
-test: check $(READY) model ## every day's tests, some 10 minutes: no Debian package, no browser, nothing long
+test: check $(READY) model ## every day's tests, some 11 minutes: no Debian package, no browser, nothing long
 	@$(PYTEST) $(TWO) --no-loadscope-reorder -m "$(DAILY)"; failed=$$?; \
 		took=$$(($$(date +%s) - $(BEGAN))); echo "make test took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
 

@@ -1,4 +1,4 @@
-"""What a cascade of one model costs requests of another: processor time of two gateways in turns.
+"""Cost of one model's cascade to requests of another: processor time of two gateways in turns.
 
 Both have the same file, before the engine that computes nothing; one of them has a cascade in it,
 for a model that no request asks for. A turn is one run of each, one after the other, and its ratio

@@ -148,7 +148,7 @@ class Run:
                     os._exit(0)
 
     def _is_over(self) -> bool:
-        """Whether all judged requests have their first tokens, or will never have one."""
+        """Return whether all judged requests have their first tokens, or will never have one."""
         if self._last_noted < self._judged.stop - 1 or self._answer is not None:
             return False
         return all(self._is_settled(promise.request) for promise in self.promises)

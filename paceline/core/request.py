@@ -108,7 +108,7 @@ class RequestSpec:
     # the output that the caller expects, for the most part; () if the caller gave none
     prediction_token_ids: tuple[int, ...] = ()
     # source of draft tokens from what the engine knows, for ``step.speculation`` alone to ask;
-    # None: there is none
+    # None: nothing is drafted for it
     drafter: Drafter | None = None
 
 
@@ -312,7 +312,7 @@ class Request:
 
     @property
     def best_effort(self) -> bool:
-        """Whether it is served from what ordinary requests leave."""
+        """Return whether it is served from what ordinary requests leave."""
         return self.tier is not Tier.ORDINARY
 
     @property

@@ -63,7 +63,7 @@ class Allowance(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Whether prompts have a part in it."""
+        """Return whether prompts have a part in it."""
         return not self.saved_for
 
 
@@ -237,7 +237,7 @@ class TpotGuard:
         self._tightest = min(self._tightest, self._within_reach(request.targets.tpot))
 
     def allows(self, request: Request) -> bool:
-        """Whether ``request`` may join those running."""
+        """Return whether ``request`` may join the running ones."""
         if request.tier is not Tier.ORDINARY or request.boosted or not self._rows:
             return True
         tightest = min(self._tightest, self._within_reach(request.targets.tpot))

@@ -171,7 +171,7 @@ class Paced:
         return (head, lacking) if lacking else (None, 0)
 
     def _displaces_though_late(self, waiting: Request, running: Request) -> bool:
-        """Whether a late request displaces a running one: none that has a target to meet."""
+        """Return whether a late request displaces a running one: never one with a target."""
         if not running.best_effort and running.targets.has_targets:
             return False
         return self._state.policy.displaces(waiting, running)

@@ -151,7 +151,7 @@ class Step:
         return Reason.SLOTS if is_full else head
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
-        """Whether the request, just taken from the queue, was moved to a later tier instead."""
+        """Return whether the request, just taken from the queue, was moved to a later tier."""
         return False
 
     def stands_aside(self, request: Request, last: Tier) -> bool:
