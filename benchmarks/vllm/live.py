@@ -29,6 +29,8 @@ __all__ = [
 PATIENCE: Final = 30.0
 # prompts whose greedy answers are compared
 GREEDY: Final = 6
+# requests that are asked one after another, for the time of a token
+ALONE: Final = 8
 PACED: Final = (
     "--scheduler-cls", "paceline.vllm.PacedScheduler", "--middleware", "paceline.vllm.Admission",
     "--additional-config", '{"paceline": {"policy": "deadline"}}',
@@ -43,9 +45,12 @@ class Work:
     short: tuple[int, int] = (32, 256)
     long: tuple[int, int] = (600, 1_200)
     outputs: tuple[int, int] = (16, 64)
-    # seconds to the first token of a short and of a long prompt, and between tokens
+    # seconds to the first token of a short and of a long prompt
     ttft: tuple[float, float] = (2.0, 2.0)
+    # between tokens: seconds that a machine may be too slow for, and a multiple of what a request
+    # takes that has vLLM to itself, which is the target otherwise
     tpot: float = 0.1
+    scale: float = 5.0
     # requests at once while the capacity is measured
     outstanding: int = 32
     # flags that are tried for the tuned contender: tokens a step, requests at once
@@ -254,6 +259,8 @@ def measure(
     plain, paced = Contender("plain"), Contender("paced", PACED, paced=True)
     answers: list[list[int]] = []
     plans: dict[str, list[_Request]] = {}
+    # the same with the target in seconds
+    strict = work
 
     def window(server: tuple[int, str], contender: Contender, name: str) -> dict[str, Any]:
         return _run(*server, plans[name], contender, work, name, windows.rate)
@@ -267,11 +274,18 @@ def measure(
     with failed.part("plain"), served(peer, plain, folder) as server:
         asyncio.run(_warm(*server, work))
         answers += asyncio.run(_greedy(*server, work, together=False))
+        alone = asyncio.run(_alone(*server, work))
+        work = replace(work, tpot=work.scale * alone)
+        found["tpot_s"] = {"alone": round(alone, 4), "target": round(work.tpot, 4)}
+        _say(f"alone a token takes {alone:.3f} s; the target is {work.tpot:.3f} s")
         capacity = saturated(server, "plain")
         for load in (*loads, BELOW):
-            plans[load.name] = load.requests(capacity, windows.rate, work)
+            plan = plans[load.name] = load.requests(capacity, windows.rate, work)
             rates[load.name] = {"possible": round(min(1.0, 1.0 / load.multiple), 3)}
-            rates[load.name]["plain"] = window(server, plain, load.name)
+            timings = asyncio.run(_replay(*server, plan, work, paced=False))
+            for key, each in (("plain", work), (f"plain, {strict.tpot:g} s", strict)):
+                rates[load.name][key] = figures(plan, timings, each, windows.rate)
+                _say(f"  {load.name:>4} x capacity, {key:14} {rates[load.name][key]}")
     if not plans:
         return
     with failed.part("paced"), served(peer, paced, folder) as server:
@@ -284,6 +298,9 @@ def measure(
         highest = loads[-1]
         for name in (name for name in plans if name != highest.name):
             rates[name]["paced"] = window(server, paced, name)
+            rates[name][f"paced, {strict.tpot:g} s"] = _run(
+                *server, plans[name], paced, strict, name, windows.rate
+            )
         # the same arrivals, and then more of them
         longer = highest.requests(capacity, windows.sustained, work)
         timings = asyncio.run(_replay(*server, longer, work, paced=True))
@@ -320,6 +337,14 @@ def _run(
     found = figures(plan, timings, work, seconds)
     _say(f"  {name:>4} x capacity, {contender.name:14} {found}")
     return found
+
+
+async def _alone(port: int, model: str, work: Work) -> float:
+    """Return the median seconds between tokens of requests that are asked one after another."""
+    plan = requests_at(1_000.0, 1.0, work, seed=11)[:ALONE]
+    timings = [await complete(port, model, each.prompt, each.output, timeout=60.0) for each in plan]
+    check_answered(timings)
+    return statistics.median(timing.tpot or 0.0 for timing in timings)
 
 
 async def _greedy(port: int, model: str, work: Work, *, together: bool) -> list[list[int]]:

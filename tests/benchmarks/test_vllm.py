@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.common.client import Timing
 from benchmarks.common.processes import Command
 from benchmarks.common.unmeasured import Unmeasured
@@ -63,7 +65,14 @@ def test_figures_of_all_contenders(tmp_path: Path) -> None:
     assert failed.exit_code == 0
     assert found.keys() == {
         "capacity_per_s", "rates", "below_capacity", "identical_greedy", "sustained", "steps_live",
+        "tpot_s",
     }  # fmt: skip
+    assert found["tpot_s"]["target"] == pytest.approx(5 * found["tpot_s"]["alone"], abs=1e-3)
+    # the fixed target of 0.1 s a token is judged, and asked for, where it is not sustained
+    assert found["rates"]["0.2"].keys() == {
+        "possible", "plain", "plain, 0.1 s", "paced", "paced, 0.1 s", "tuned",
+    }  # fmt: skip
+    assert "paced, 0.1 s" in found["below_capacity"]
     for rate in found["rates"].values():
         assert rate["plain"]["complete"] == rate["paced"]["complete"] == rate["plain"]["requests"]
         assert rate["tuned"]["flags"] == "--max-num-batched-tokens 256 --max-num-seqs 16"

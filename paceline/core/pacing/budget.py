@@ -32,7 +32,8 @@ from paceline.core.tier import Tier
 
 __all__ = ["PACE_SHARE", "Allowance", "StepBudget", "TpotGuard", "least_target"]
 
-# requests are paced to this share of their TPOT target, as half of them will miss their pace
+# a share of the TPOT target: the pace of a request until it is ahead by one token's time, and what
+# a step of rows alone may take, so that prompts have a part in it
 PACE_SHARE: Final = 0.9
 # a request that needs steps shorter than this share of its pace to catch up has missed its target
 _HOPELESS: Final = 0.5
@@ -49,6 +50,14 @@ _NOTABLE: Final = 0.1
 def least_target(model: StepTimeModel) -> float:
     """Return the lowest TPOT target, s, that can be met."""
     return model.predict(StepShape(0, 0.0, 1, 0)) / PACE_SHARE
+
+
+def _due(num_tokens: int, tpot: float) -> float:
+    """Return the seconds after its first token at which a request is to have so many more: at
+    ``PACE_SHARE`` of its target until it is ahead by one token's time, which late steps may take,
+    and at the target from then on. To get ahead further would take time from prompts for nothing.
+    """
+    return tpot * max(PACE_SHARE * num_tokens, num_tokens - 1.0)
 
 
 class Allowance(NamedTuple):
@@ -174,14 +183,14 @@ class StepBudget:
         for request in reversed(paced):
             tpot, first_token = request.targets.tpot, request.first_token_time
             assert tpot is not None and first_token is not None, "it is paced"
-            pace = PACE_SHARE * tpot
             done = request.num_tokens - request.num_prompt_tokens + request.num_pending_tokens
-            spare = first_token + done * pace - now
+            spare = first_token + _due(done, tpot) - now
             if spare >= least:
                 continue
+            pace = _due(done, tpot) - _due(done - 1, tpot)
             if spare < pace:
                 left = max(1, self._work.output_tokens(request, _LEFT_QUANTILE) - done)
-                catching_up = (first_token + (done + left - 1) * pace - now) / left
+                catching_up = (first_token + _due(done + left - 1, tpot) - now) / left
                 each = pace if catching_up < _HOPELESS * pace else catching_up
                 spare = max(spare, each * (1 + self._num_saved) - self._saved_rows_s)
             if spare < least:

@@ -66,9 +66,23 @@ def test_late_requests_leave_the_floor_so_prompts_never_starve() -> None:
 
 
 def test_a_request_behind_catches_up_while_it_lasts() -> None:
-    """Half a second late with 499 tokens of 18 ms to go: 1 ms a token does it."""
-    assert budget_of(trained()).allow(RunningView.of([running(0.030)]), now=0.5).tokens == 129
-    assert budget_of(trained()).allow(RunningView.of([running(0.030)]), now=2.5).tokens == 97
+    """Half a second late with 499 tokens of 30 ms to go: 1 ms a token does it."""
+    assert budget_of(trained()).allow(RunningView.of([running(0.030)]), now=0.5).tokens == 161
+    assert budget_of(trained()).allow(RunningView.of([running(0.030)]), now=2.5).tokens == 129
+
+
+def test_a_request_gets_ahead_by_one_token_and_no_more() -> None:
+    """27 of 30 ms a token for the first ten, then 30: as it keeps to that, it has so long for each
+    step, and no longer."""
+
+    def seconds(done: int, now: float) -> float:
+        view = RunningView.of([running(0.030, num_output=done)])
+        return budget_of(trained()).allow(view, now).seconds
+
+    assert seconds(1, 0.0) == pytest.approx(0.027)
+    assert seconds(10, 9 * 0.027) == pytest.approx(0.027)
+    assert seconds(11, 10 * 0.027) == pytest.approx(0.030)
+    assert seconds(100, 98 * 0.030) == pytest.approx(0.030)
 
 
 def test_a_request_too_late_to_catch_up_is_paced_from_now_on() -> None:
