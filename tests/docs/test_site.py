@@ -18,6 +18,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.docs.pages import DOCS, ROOT, headings, links
+from tests.server.live_process import eventually
 
 SITE = ROOT / "build" / "site"
 pytestmark = pytest.mark.docs
@@ -122,15 +123,15 @@ def test_the_demo_plays(address: str, open_page: Any) -> None:
     frame.locator(".step-words").get_by_text("blocks free").wait_for()
     (inside,) = [each for each in page.frames if each.url.endswith("/demo/index.html")]
     steps = inside.evaluate("pacelineTimeline.history.count")
-    page.wait_for_timeout(400)
-    assert inside.evaluate("pacelineTimeline.history.count") > steps > 0
+    eventually(lambda: inside.evaluate("pacelineTimeline.history.count") > steps > 0)
 
 
 def test_search_finds_a_heading(address: str, open_page: Any) -> None:
     page = open_page(f"{address}/index.html")
     page.wait_for_load_state("networkidle")
     page.keyboard.press("/")
-    page.wait_for_timeout(300)
+    # the theme shows the field and gives it the focus
+    page.wait_for_function("document.activeElement?.matches('input')")
     page.keyboard.type("pressure valve")
     page.locator("a", has_text="The pressure valve").first.click()
     page.wait_for_url("**/understand/scheduling.html*")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.backends.reference.null import NullBackend
-from paceline.cli.flags.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
+from paceline.cli.flags.settings import TRACE_PROCESS, EngineSettings
 from paceline.cli.simulation.what_if import choices
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.process.client import ProcessEngineClient
@@ -35,6 +35,15 @@ from paceline.server.settings.config import BatchConfig, GivenSetting, WhatIfCon
 from paceline.web.routes import ui_router
 from tests.engine.null_engine import ARGV
 from tests.server.helpers import VOCAB
+
+# what-ifs at the priority of other processes: those that run when nothing else does would not end
+# on a busy machine
+_WHAT_IF = (
+    sys.executable,
+    "-c",
+    "import os, runpy; vars(os).pop('SCHED_IDLE', None); os.nice = lambda by: 0;"
+    " runpy.run_module('paceline.cli.simulation.what_if', run_name='__main__')",
+)
 
 
 class _DyingBackend(NullBackend):
@@ -94,7 +103,7 @@ async def main() -> int:
         config["api_keys"] = tuple(ApiKey.of(**key) for key in settings["keys"])
     if settings.get("what_if"):
         config["what_if"] = WhatIfConfig(
-            command=WHAT_IF_PROCESS,
+            command=_WHAT_IF,
             check=TRACE_PROCESS,
             settings=EngineSettings.of().to_json().decode(),
             choices=choices,

@@ -55,7 +55,7 @@ class LiveServer:
         return self._log.read_text()
 
     def metrics(self) -> str:
-        return httpx.get(f"{self.url}/metrics").text
+        return httpx.get(f"{self.url}/metrics", timeout=20).text
 
     def running(self) -> float:
         return metric(self.metrics(), "vllm:num_requests_running")
@@ -86,7 +86,7 @@ def live_server(log: Path, **settings: Any) -> Iterator[LiveServer]:
         server.stop()
 
 
-def eventually(holds: Callable[[], bool], timeout: float = 10.0) -> None:
+def eventually(holds: Callable[[], bool], timeout: float = 20.0) -> None:
     """Wait until ``holds()``; AssertionError after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not holds():

@@ -96,6 +96,9 @@ def replayed(page: Any, address: str, case: str) -> None:
     # all of it is read: a reader that falls behind takes it in several turns
     page.get_by_text("the stream ended").wait_for()
     page.locator(".step-words").get_by_text("blocks free").wait_for()
+    # without movement it is drawn once a second
+    here = "(({ view, history }) => view.end === history.count)(pacelineTimeline)"
+    eventually(lambda: bool(page.evaluate(here)))
     page.get_by_role("button", name="Pause").click()
     page.get_by_role("button", name="Live").wait_for()
     # the frame that was asked for as it stopped

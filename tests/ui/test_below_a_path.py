@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.server.live_process import LiveServer
-from tests.ui.conftest import OpenPage, say
+from tests.ui.conftest import OpenPage, expect, say
 
 BELOW = "/deep/llm"
 
@@ -22,7 +22,7 @@ def proxy(server: LiveServer) -> Iterator[str]:
     """Its address. It sends on what is asked for below the path, and knows nothing else."""
 
     # one without certificates, which take longer to read than a file to be sent
-    client = httpx.Client(base_url=server.url, verify=False)
+    client = httpx.Client(base_url=server.url, verify=False, timeout=60)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -66,7 +66,7 @@ def test_all_of_the_page_works_there(open_page: OpenPage, proxy: str) -> None:
     page.locator(".story").wait_for()
     for tab in ("timeline", "promises", "what-if", "server", "operations"):
         page.locator(f'nav a[href="{tab}"]').click()
-        assert page.url == f"{proxy}/ui/{tab}"
+        expect(page).to_have_url(f"{proxy}/ui/{tab}")
     # a reload finds the same tab
     page.reload()
     page.locator('nav a[aria-current="page"]', has_text="Operations").wait_for()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.security.keys import ADMIN, USER, bearer
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import OpenPage, say
+from tests.ui.conftest import OpenPage, drawn, expect, say
 from tests.ui.test_accessibility import violations
 
 TABS = ("Playground", "Timeline", "Promises", "What if", "Server", "Operations")
@@ -31,7 +31,7 @@ def batch(server: LiveServer, headers: dict[str, str] | None = None) -> str:
     body = {"model": "null", "prompt": "hey", "max_tokens": 3000, "ignore_eos": True}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
     data = {"file": ("b.jsonl", json.dumps(line).encode()), "purpose": (None, "batch")}
-    with httpx.Client(base_url=server.url, headers=headers) as http:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
         file = http.post("/v1/files", files=data).json()["id"]
         asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
         return str(http.post("/v1/batches", json=asked).json()["id"])
@@ -43,8 +43,8 @@ def generate(server: LiveServer, tokens: int = 20, **more: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A server with everything that the page shows, which has served."""
+def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server with everything that the page shows."""
     folder = tmp_path_factory.mktemp("everywhere")
     config = {
         "batches": {"folder": str(folder / "batches")},
@@ -54,8 +54,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with live_server(
         folder / "log", backend=backend, core=CORE, what_if=True, config=config
     ) as server:
-        generate(server, 40, slo={"class": "interactive", "ttft_ms": 1})
         yield server
+
+
+@pytest.fixture
+def whole(one_server: LiveServer) -> LiveServer:
+    """That server, which has served within the minute that a timeline begins with."""
+    generate(one_server, 40, slo={"class": "interactive", "ttft_ms": 1})
+    return one_server
 
 
 def shown(page: Any, tab: str) -> None:
@@ -113,7 +119,7 @@ def test_names_of_facts_keep_their_words_whole(
     page = open_page(f"{whole.url}/ui/", viewport={"width": width, "height": 900})
     for tab in ("Server", "Operations"):
         shown(page, tab)
-        assert page.locator(_NAMES).count() > 3, tab
+        expect(page.locator(_NAMES).nth(3)).to_be_visible()
         assert page.evaluate(_BROKEN, _NAMES) == [], tab
     # and the test would see one
     narrow = "display: block; min-width: 0; width: 28px; overflow-wrap: anywhere"
@@ -166,10 +172,11 @@ def test_every_page_by_keyboard(whole: LiveServer, open_page: OpenPage) -> None:
 
     tab_to("Promises")
     page.keyboard.press("Enter")
+    pressed = page.get_by_role("button", name="Since start")
+    pressed.wait_for()
     tab_to("Since start")
     page.keyboard.press("Enter")
-    pressed = page.get_by_role("button", name="Since start")
-    eventually(lambda: pressed.get_attribute("aria-pressed") == "true")
+    expect(pressed).to_have_attribute("aria-pressed", "true")
     page.evaluate("document.activeElement.blur()")
     name = batch(whole)
     page.reload()
@@ -186,7 +193,9 @@ def test_every_page_by_keyboard(whole: LiveServer, open_page: OpenPage) -> None:
     tab_to("By time")
     page.keyboard.press("Enter")
     by_time = page.get_by_role("button", name="By time")
-    eventually(lambda: by_time.get_attribute("aria-pressed") == "true")
+    expect(by_time).to_have_attribute("aria-pressed", "true")
+    # a request that ended, which can be found
+    eventually(lambda: page.evaluate("pacelineTimeline.stories.size") > 0)
     page.keyboard.press("/")
     page.keyboard.type("cmpl")
     page.keyboard.press("Enter")
@@ -353,7 +362,8 @@ def test_axe_finds_nothing_where_a_key_is_not_enough(
                 if key == USER:
                     refused.wait_for()
                 else:
-                    eventually(lambda refused=refused: refused.count() == 0)  # type: ignore[misc]
+                    here.get_by_role("heading").first.wait_for(state="attached")
+                    expect(refused).to_have_count(0)
                 assert violations(page) == [], (tab, name)
         # an empty timeline, and promises of which nothing is known
         page.get_by_role("link", name="Timeline").click()
@@ -371,8 +381,11 @@ def test_two_pages_of_what_if_do_not_see_each_other(whole: LiveServer, open_page
     one.get_by_role("button", name=re.compile("^Simulate")).click()
     one.get_by_text(re.compile("^Done in")).wait_for(timeout=60_000)
     told = "pacelineWhatIf.told.value.job.status"
-    other.wait_for_timeout(100)
-    other.evaluate("document.activeElement.blur()")
+    # as soon as it is shown again, it asks again
+    other.get_by_role("link", name="Server").click()
+    with other.expect_response("**/ui/api/what-if"):
+        other.get_by_role("link", name="What if").click()
+    drawn(other)
     assert other.evaluate(told) == "idle"
     assert other.get_by_role("region", name="Results").count() == 0
     # what a reload shows is one's own
@@ -392,7 +405,7 @@ def test_a_chart_is_dragged_through_time(whole: LiveServer, open_page: OpenPage)
 
     def stands_still() -> bool:
         before = page.evaluate("pacelineTimeline.view.end")
-        page.wait_for_timeout(300)
+        drawn(page)
         return bool(before == page.evaluate("pacelineTimeline.view.end"))
 
     eventually(stands_still)
@@ -405,6 +418,5 @@ def test_a_chart_is_dragged_through_time(whole: LiveServer, open_page: OpenPage)
         page.mouse.move(x + 40 * part, y)
     page.mouse.up()
     # 200 pixels to the right are some six steps of 32 back
-    moved = end - page.evaluate("pacelineTimeline.view.end")
-    assert 5 < moved < 8
+    eventually(lambda: 5 < end - page.evaluate("pacelineTimeline.view.end") < 8)
     page.get_by_role("button", name="Live").wait_for()

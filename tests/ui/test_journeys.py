@@ -7,15 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.security.keys import KEYS, USER
+from tests.server.helpers import metric
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import OpenPage, say
+from tests.ui.conftest import OpenPage, drawn, expect, say
 
 KEY = KEYS[0]
 
@@ -49,7 +50,7 @@ def test_a_reader_chooses_what_answers(tmp_path: Path, open_page: OpenPage) -> N
     with live_server(tmp_path / "log", config={"served_model_names": names}) as server:
         page = open_page(f"{server.url}/ui/")
         picker = page.get_by_label("What answers")
-        assert picker.locator("option").all_inner_texts() == names
+        expect(picker.locator("option")).to_have_text(names)
         picker.select_option("two")
         with page.expect_request("**/v1/chat/completions") as asked:
             say(page, "hello", Max_tokens="4")
@@ -62,8 +63,12 @@ def test_a_reader_chooses_what_answers(tmp_path: Path, open_page: OpenPage) -> N
         page.get_by_label("What answers").select_option("sql (adapter of one)")
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "one"}]}))
         page.reload()
-        page.get_by_text("ready").wait_for()
-        assert page.get_by_label("What answers").count() == 0
+        # as soon as it knows what answers, a raw request names it
+        page.get_by_role("button", name="Raw request").click()
+        expect(page.get_by_label("Body, JSON")).to_have_value(re.compile('"model": "one"'))
+        page.get_by_role("button", name="Chat").click()
+        page.get_by_label("Max tokens").wait_for()
+        expect(page.get_by_label("What answers")).to_have_count(0)
 
 
 def test_stop_ends_the_request_in_the_engine(server: LiveServer, open_page: OpenPage) -> None:
@@ -75,7 +80,7 @@ def test_stop_ends_the_request_in_the_engine(server: LiveServer, open_page: Open
     page.keyboard.press("Escape")
     page.get_by_text("stopped by you").wait_for()
     eventually(lambda: server.running() == 0)
-    assert page.get_by_role("button", name="Send").is_visible()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
 def test_errors_stand_beside_their_field(server: LiveServer, open_page: OpenPage) -> None:
@@ -84,11 +89,10 @@ def test_errors_stand_beside_their_field(server: LiveServer, open_page: OpenPage
     schema.fill('{"type": "nope"}')
     say(page, "hello")
     told = page.locator("#bad-response_format")
-    told.wait_for()
-    assert "must be of object, array, string" in told.inner_text()
-    assert schema.get_attribute("aria-invalid") == "true"
+    expect(told).to_contain_text("must be of object, array, string")
+    expect(schema).to_have_attribute("aria-invalid", "true")
     # nothing came of it, so what was written is still there
-    assert page.get_by_label("Message").input_value() == "hello"
+    expect(page.get_by_label("Message")).to_have_value("hello")
     schema.fill("{")
     page.get_by_label("Message").press("Enter")
     page.get_by_text("This is not JSON").wait_for()
@@ -106,7 +110,7 @@ def test_probabilities_by_keyboard(server: LiveServer, open_page: OpenPage) -> N
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     page.locator("caption").get_by_text("Token 3 of 5").wait_for()
-    assert page.locator("table.alternatives tbody tr").count() >= 1
+    expect(page.locator("table.alternatives tbody tr").first).to_be_visible()
 
 
 def streamed(tokens: list[tuple[str, str]]) -> str:
@@ -146,9 +150,9 @@ def test_another_token_is_gone_on_from(server: LiveServer, open_page: OpenPage) 
         {"role": "assistant", "content": "It is not"},
     ]
     # the same turn: the tokens before it, the other one, and what the model goes on with
-    eventually(lambda: page.locator("button.token").count() == 3 + 6)
+    expect(page.locator("button.token")).to_have_count(3 + 6)
     assert page.locator("button.token").all_inner_texts()[:3] == ["It", " is", " not"]
-    assert page.locator(".turn").count() == 2
+    expect(page.locator(".turn")).to_have_count(2)
 
 
 def test_what_is_typed_while_an_answer_goes_on_stays(
@@ -163,22 +167,22 @@ def test_what_is_typed_while_an_answer_goes_on_stays(
     page.locator("button.token").nth(1).click()
     page.get_by_role("button", name='Go on from " was"').click()
     eventually(lambda: page.wait_for_timeout(20) or bool(held))
-    assert message.input_value() == "and then"
+    expect(message).to_have_value("and then")
     message.fill("and then?")
     refusal = '{"error": {"message": "not now", "param": null, "code": 503}}'
     held.pop().fulfill(status=503, body=refusal)
     page.get_by_role("alert").get_by_text("not now").wait_for()
     # the answer is as it was, and what was typed too
-    assert page.locator("button.token").all_inner_texts() == ["It", " is"]
-    assert message.input_value() == "and then?"
+    eventually(lambda: page.locator("button.token").all_inner_texts() == ["It", " is"])
+    expect(message).to_have_value("and then?")
     # a message that is refused is given back before what was typed since
     message.press("Enter")
     eventually(lambda: page.wait_for_timeout(20) or bool(held))
-    assert message.input_value() == ""
+    expect(message).to_have_value("")
     message.fill("one more")
     held.pop().fulfill(status=503, body=refusal.replace("now", "yet"))
     page.get_by_role("alert").get_by_text("not yet").wait_for()
-    assert message.input_value() == "and then?\none more"
+    expect(message).to_have_value("and then?\none more")
 
 
 def test_an_answer_cannot_go_on_from_within_a_character(
@@ -192,24 +196,25 @@ def test_an_answer_cannot_go_on_from_within_a_character(
     page.locator("button.token").nth(3).click()
     page.get_by_role("button", name='Go on from "?"').click()
     page.get_by_role("alert").get_by_text("a part of a character").wait_for()
-    assert asked == [] and page.locator("button.token").count() == 4
+    expect(page.locator("button.token")).to_have_count(4)
+    assert asked == []
     # before those it can
     page.locator("button.token").nth(1).click()
     page.get_by_role("button", name='Go on from "x"').click()
-    eventually(lambda: page.locator("button.token").count() == 2 + 6)
+    expect(page.locator("button.token")).to_have_count(2 + 6)
     assert asked[0]["messages"][-1] == {"role": "assistant", "content": "Itx"}
 
 
 def test_a_completion_and_a_raw_request(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/playground")
     page.get_by_role("button", name="Completion").click()
-    assert page.get_by_label("Tools (JSON list)").count() == 0
-    page.get_by_label("Max tokens").fill("4")
     page.get_by_label("Text to go on from").fill("once")
+    expect(page.get_by_label("Tools (JSON list)")).to_have_count(0)
+    page.get_by_label("Max tokens").fill("4")
     page.get_by_role("button", name="Send").click()
     page.get_by_text("finished: length · 4 tokens").wait_for()
     page.get_by_role("button", name="Raw request").click()
-    page.locator("select").nth(1).select_option("/tokenize")
+    page.get_by_label("POST").select_option("/tokenize")
     page.get_by_label("Body, JSON").fill('{"prompt": "ab", "add_special_tokens": false}')
     page.get_by_label("Body, JSON").press("Control+Enter")
     page.get_by_text('"count": 2').wait_for()
@@ -221,9 +226,9 @@ def test_what_a_model_says_is_text(server: LiveServer, open_page: OpenPage) -> N
     hostile = "<img src=x onerror=alert(1)><script>alert(1)</script>\u202etxet"
     say(page, hostile, Max_tokens="2")
     page.locator(".story").wait_for()
+    shown = hostile.replace("\u202e", "\u27e6U+202E\u27e7")
+    expect(page.locator(".user .said")).to_have_text(shown)
     assert page.locator(".turn img, .turn script").count() == 0
-    shown = page.locator(".user .said").inner_text()
-    assert shown == hostile.replace("\u202e", "\u27e6U+202E\u27e7")
 
 
 def test_an_answer_is_markdown_and_never_html(server: LiveServer, open_page: OpenPage) -> None:
@@ -244,7 +249,8 @@ def test_an_answer_is_markdown_and_never_html(server: LiveServer, open_page: Ope
     answer = page.locator(".assistant .said")
     answer.get_by_role("heading", name="Plan").wait_for()
     answer.locator("pre").get_by_text("print('<b>')", exact=True).wait_for()
-    assert answer.locator("strong").inner_text() == "so"
+    page.get_by_role("button", name="Copy the answer").wait_for()
+    expect(answer.locator("strong")).to_have_text("so")
     assert answer.locator("img, script, b").count() == 0
     links = answer.locator("a").all()
     assert [link.get_attribute("href") for link in links] == ["https://elsewhere.example/two"]
@@ -261,7 +267,7 @@ def test_an_answer_is_markdown_and_never_html(server: LiveServer, open_page: Ope
     page.evaluate("navigator.clipboard.writeText = async () => { throw new Error('no'); }; 0")
     page.get_by_role("button", name="Copy this code").click()
     shown = page.get_by_role("textbox", name="Copy this code: the text to copy")
-    assert shown.input_value() == "print('<b>')"
+    expect(shown).to_have_value("print('<b>')")
     eventually(lambda: page.evaluate("String(getSelection())") == "print('<b>')")
 
 
@@ -302,7 +308,9 @@ def test_a_key_is_asked_for_and_kept_out_of_sight(tmp_path: Path, open_page: Ope
         # asked again: the server does not know it
         dialog.get_by_text("does not know the one you gave").wait_for()
         dialog.get_by_label("Key").fill(USER)
-        dialog.get_by_role("button", name="Use this key").click()
+        # for which it asks as soon as it knows what answers
+        with page.expect_request("**/props"):
+            dialog.get_by_role("button", name="Use this key").click()
         page.get_by_text("ready").wait_for()
         with page.expect_request("**/v1/chat/completions") as asked:
             say(page, "hello", Max_tokens="3")
@@ -312,6 +320,27 @@ def test_a_key_is_asked_for_and_kept_out_of_sight(tmp_path: Path, open_page: Ope
         assert USER not in kept and USER not in page.url
         assert page.context.cookies() == []
         # it asks on while the server ends
+        page.close()
+
+
+def test_a_refusal_that_comes_late_asks_for_no_key_again(
+    tmp_path: Path, open_page: OpenPage
+) -> None:
+    """It is about what was asked before there was a key."""
+    keys = [{"name": KEY.name, "scope": KEY.scope, "key": USER}]
+    with live_server(tmp_path / "log", backend={"step_time": 0.001}, keys=keys) as server:
+        page = open_page(f"{server.url}/health")
+        held: list[Any] = []
+        page.route("**/v1/models", lambda route: route.continue_() if held else held.append(route))
+        page.goto(f"{server.url}/ui/")
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.get_by_label("Key").fill(USER)
+        dialog.get_by_role("button", name="Use this key").click()
+        page.get_by_text("ready").wait_for()
+        with page.expect_response(lambda answer: answer.status == 401):
+            held[0].continue_()
+        drawn(page)
+        assert not dialog.is_visible()
         page.close()
 
 
@@ -326,11 +355,12 @@ def test_an_answer_that_is_none_ends(server: LiveServer, open_page: OpenPage) ->
         lambda route: route.fulfill(body=answers[0][0], content_type=answers[0][1]),
     )
     for _ in range(2):
-        say(page, "hello")
+        with page.expect_response("**/v1/chat/completions"):
+            say(page, "hello")
         page.get_by_role("alert").get_by_text("What came is not JSON").wait_for()
         # it can be sent again
         page.get_by_role("button", name="Send").wait_for()
-        assert page.get_by_label("Message").input_value() == "hello"
+        expect(page.get_by_label("Message")).to_have_value("hello")
         answers.reverse()
 
 
@@ -339,13 +369,13 @@ def test_too_many_requests_count_down(server: LiveServer, open_page: OpenPage) -
     body = '{"error": {"message": "one request a second", "param": null, "code": 429}}'
     page.route(
         "**/v1/chat/completions",
-        lambda route: route.fulfill(status=429, headers={"Retry-After": "2"}, body=body),
+        lambda route: route.fulfill(status=429, headers={"Retry-After": "3"}, body=body),
     )
     say(page, "hello")
     page.get_by_text("one request a second").wait_for()
-    page.get_by_text(re.compile(r"Try again in [12] s\.")).wait_for()
+    page.get_by_text(re.compile(r"Try again in [123] s\.")).wait_for()
     page.get_by_text("You may try again now.").wait_for()
-    assert page.get_by_label("Message").input_value() == "hello"
+    expect(page.get_by_label("Message")).to_have_value("hello")
 
 
 def test_the_servers_own_limit_counts_down(tmp_path: Path, open_page: OpenPage) -> None:
@@ -359,7 +389,7 @@ def test_the_servers_own_limit_counts_down(tmp_path: Path, open_page: OpenPage) 
         left.get_by_text(re.compile(r"Try again in \d+ s\.")).wait_for()
         first = left.inner_text()
         eventually(lambda: left.inner_text() != first)
-        assert page.get_by_label("Message").input_value() == "more"
+        expect(page.get_by_label("Message")).to_have_value("more")
         # it asks on while the server ends
         page.close()
 
@@ -369,25 +399,23 @@ def test_a_waterfall_says_why_it_waited(tmp_path: Path, open_page: OpenPage) -> 
     with live_server(tmp_path / "log", backend={"step_time": 0.01}, core=core) as server:
         page = open_page(f"{server.url}/ui/")
         page.get_by_text("ready").wait_for()
-        body = {"model": "null", "prompt": "x", "max_tokens": 60, "ignore_eos": True}
-        others = [
-            threading.Thread(
-                target=httpx.post, args=(f"{server.url}/v1/completions",), kwargs={"json": body}
-            )
-            for _ in range(3)
-        ]
-        for other in others:
-            other.start()
-        eventually(lambda: server.running() >= 1)
-        say(page, "hello", Max_tokens="6", **{"First token, ms": "300"})
+        body = {"model": "null", "prompt": "x", "max_tokens": 3000, "stream": True}
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body | {"ignore_eos": True}, timeout=60) as other:
+            # kept, as a reader that is dropped closes the stream
+            lines = other.iter_lines()
+            next(lines)
+            say(page, "hello", Max_tokens="6", **{"First token, ms": "300"})
+            waiting = "vllm:num_requests_waiting"
+            eventually(lambda: metric(server.metrics(), waiting) == 1)
+            # the time that it is to have waited
+            time.sleep(0.1)
         legend = page.locator(".facts .legend")
         legend.get_by_text("waited for a place").wait_for()
         waited, unit = re.findall(r"waited for a place ([\d.]+) (ms|s)", legend.inner_text())[0]
         assert float(waited) * (1000 if unit == "s" else 1) > 100
-        assert "first token due 300 ms" in legend.inner_text()
-        assert page.locator(".waterfall .mark.due").count() == 1
-        for other in others:
-            other.join()
+        expect(legend).to_contain_text("first token due 300 ms")
+        expect(page.locator(".waterfall .mark.due")).to_have_count(1)
         page.close()
 
 
@@ -398,8 +426,8 @@ def test_a_conversation_is_kept_edited_and_retried(server: LiveServer, open_page
     page.get_by_text("finished: length").wait_for()
     page.reload()
     page.locator(".turn.user .said").get_by_text("hello").wait_for()
-    assert page.get_by_label("System prompt").input_value() == "be short"
-    assert page.locator(".turn").count() == 2
+    expect(page.get_by_label("System prompt")).to_have_value("be short")
+    expect(page.locator(".turn")).to_have_count(2)
 
     # once more, and on from its end
     with page.expect_request("**/v1/chat/completions") as asked:
@@ -416,14 +444,15 @@ def test_a_conversation_is_kept_edited_and_retried(server: LiveServer, open_page
 
     # taken back, written anew
     page.get_by_role("button", name="Edit").click()
-    assert page.get_by_label("Message").input_value() == "hello"
-    assert page.locator(".turn").count() == 0
+    expect(page.get_by_label("Message")).to_have_value("hello")
+    expect(page.locator(".turn")).to_have_count(0)
     page.get_by_label("Max tokens").fill("6")
     say(page, "other")
     page.get_by_text("finished: length").wait_for()
 
     # another one; then the first again, which can be exported and deleted
     page.get_by_role("button", name="New").click()
+    expect(page.locator(".turn")).to_have_count(0)
     say(page, "second")
     page.get_by_text("finished: length").wait_for()
     page.get_by_text("Conversations (2)").click()
@@ -434,7 +463,8 @@ def test_a_conversation_is_kept_edited_and_retried(server: LiveServer, open_page
     found = json.loads(Path(download.value.path()).read_text())
     assert [each["title"] for each in found] == ["second", "other"]
     page.get_by_role("button", name="Delete all").click()
-    assert page.locator(".turn").count() == 0 and page.get_by_text("Conversations (").count() == 0
+    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.get_by_text("Conversations (")).to_have_count(0)
 
 
 def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> None:
@@ -445,7 +475,7 @@ def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> Non
     page.get_by_role("cell", name="4096 tokens").wait_for()
     assert page.url.endswith("/ui/server")
     page.go_back()
-    assert page.locator(".said").get_by_text("remember me").is_visible()
+    expect(page.locator(".said").get_by_text("remember me")).to_be_visible()
     page.goto(f"{server.url}/ui/server")
     page.get_by_role("heading", name="Server").wait_for()
 
@@ -477,9 +507,9 @@ def test_by_keyboard_alone(server: LiveServer, open_page: OpenPage) -> None:
 def test_the_theme_is_kept(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/", color_scheme="light")
     ground = "getComputedStyle(document.documentElement).backgroundColor"
-    assert page.evaluate(ground) == "rgb(255, 255, 255)"
+    eventually(lambda: page.evaluate(ground) == "rgb(255, 255, 255)")
     page.get_by_label("Theme").select_option("dark")
-    assert page.evaluate(ground) == "rgb(16, 20, 24)"
+    eventually(lambda: page.evaluate(ground) == "rgb(16, 20, 24)")
     page.reload()
     page.get_by_text("ready").wait_for()
     assert page.evaluate(ground) == "rgb(16, 20, 24)"

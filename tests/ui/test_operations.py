@@ -12,7 +12,7 @@ import pytest
 
 from tests.security.keys import ADMIN, USER, bearer
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import OpenPage
+from tests.ui.conftest import OpenPage, drawn, expect
 from tests.ui.test_accessibility import AXE, violations
 from tests.ui.test_everywhere import batch
 
@@ -33,7 +33,7 @@ def use_key(page: Any, key: str) -> None:
 
 def generate(server: LiveServer, key: str = USER) -> None:
     body = {"model": "null", "prompt": "hey", "max_tokens": 4, "ignore_eos": True}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer(key))
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer(key), timeout=60)
     assert answer.status_code == 200, answer.text
 
 
@@ -55,14 +55,14 @@ def test_keys_and_what_they_used(tmp_path: Path, open_page: OpenPage) -> None:
         row.get_by_text("1 of 7/day").wait_for()
         # the day that it counts in, and the next, in which it fades
         row.get_by_text(re.compile(r"all free in \d+ (h|days)")).wait_for()
-        eventually(lambda: row.locator("td").last.inner_text() == "4")
+        expect(row.locator("td").last).to_have_text("4")
         page.get_by_role("row", name="--drain-timeout 3 30").wait_for()
         page.get_by_role("cell", name="ready", exact=True).wait_for()
         # what is shown of a key is not the key
         assert USER not in page.content() and ADMIN not in page.content()
         page.get_by_label("Name holds").fill("ROO")
-        eventually(lambda: page.get_by_role("row", name="alice").count() == 0)
         page.get_by_text("1 of 2 keys").wait_for()
+        expect(page.get_by_role("row", name="alice")).to_have_count(0)
         # it asks on while the server ends
         page.close()
 
@@ -86,17 +86,14 @@ def test_a_batch_is_cancelled_and_a_drain_is_told(tmp_path: Path, open_page: Ope
         row.get_by_text("cancelled").wait_for()
         assert httpx.get(f"{server.url}/v1/batches/{batch}").json()["status"] == "cancelled"
         # one that runs keeps the server draining for as long as it may
-        body = {"model": "null", "prompt": "hey", "max_tokens": 250, "stream": True}
+        body = {"model": "null", "prompt": "hey", "max_tokens": 900, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
             server.signal()
             page.get_by_text("draining: what runs has 20 s to end").wait_for()
+            # it asks on while the server ends
             page.close()
-            for _ in lines:
-                pass
-        # it asks on while the server ends
-        page.close()
 
 
 def test_an_answer_that_comes_late_is_not_shown(tmp_path: Path, open_page: OpenPage) -> None:
@@ -112,9 +109,10 @@ def test_an_answer_that_comes_late_is_not_shown(tmp_path: Path, open_page: OpenP
         page.get_by_label("Name holds").fill("roo")
         page.get_by_text("1 of 2 keys").wait_for()
         page.get_by_role("row", name="root").wait_for()
-        for route in held:
-            route.continue_()
-        page.wait_for_timeout(500)
+        with page.expect_response("**/ui/api/operations?find=ali"):
+            for route in held:
+                route.continue_()
+        drawn(page)
         assert page.get_by_role("row", name="alice").count() == 0
         page.close()
 
@@ -133,8 +131,9 @@ def test_batches_of_another_key_are_not_shown(tmp_path: Path, open_page: OpenPag
         eventually(lambda: page.wait_for_timeout(20) or bool(held))
         use_key(page, ADMIN)
         page.get_by_text("There is none.").wait_for()
-        held[0].continue_()
-        page.wait_for_timeout(300)
+        with page.expect_response("**/v1/batches*"):
+            held[0].continue_()
+        drawn(page)
         assert page.get_by_role("row", name=name).count() == 0
         # with the key that they are of
         use_key(page, USER)

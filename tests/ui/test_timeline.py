@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from tests.security.keys import ADMIN, USER
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import OpenPage
+from tests.ui.conftest import OpenPage, drawn, expect
 from tests.ui.references import recording
 from tests.ui.test_accessibility import AXE, violations
 
@@ -85,11 +86,11 @@ def test_live_then_step_by_step(told: LiveServer, open_page: OpenPage) -> None:
     words = page.locator(".step-words")
     # the newest that is drawn, which movement may have left behind the newest there is
     here = asked(page, "t.history.step[t.view.end - 1]")
-    eventually(lambda: f"Step {here} " in words.inner_text())
+    expect(words).to_contain_text(f"Step {here} ")
     page.keyboard.press("ArrowLeft")
-    eventually(lambda: f"Step {here - 1} " in words.inner_text())
+    expect(words).to_contain_text(f"Step {here - 1} ")
     page.keyboard.press("Shift+ArrowLeft")
-    eventually(lambda: f"Step {here - 11} " in words.inner_text())
+    expect(words).to_contain_text(f"Step {here - 11} ")
     zoom = asked(page, "t.view.zoom")
     page.keyboard.press("w")
     assert asked(page, "t.view.zoom") > zoom
@@ -101,7 +102,7 @@ def test_live_then_step_by_step(told: LiveServer, open_page: OpenPage) -> None:
     # a page that is stopped draws nothing, though it hears of the engine each second
     frames, heard = asked(page, "[t.painter().frames, t.heardAt()]")
     eventually(lambda: asked(page, "t.heardAt()") > heard)
-    page.evaluate("new Promise(requestAnimationFrame)")
+    drawn(page)
     assert asked(page, "t.painter().frames") == frames
     page.keyboard.press("End")
     page.get_by_role("button", name="Pause").wait_for()
@@ -115,8 +116,11 @@ def test_the_story_is_what_explain_says(told: LiveServer, open_page: OpenPage) -
     explained = answer["usage"]["timeline"][0]
     assert explained["queued_ms"] > 20
     find = page.get_by_label("Find a request by its id")
+    # it has heard of the request's end, so that it can be found
+    of_answer = f"[...t.stories.values()].some((s) => s.told?.id.includes('{answer['id']}'))"
+    eventually(lambda: bool(asked(page, of_answer)))
     page.keyboard.press("/")
-    assert find.evaluate("(input) => input === document.activeElement")
+    expect(find).to_be_focused()
     find.fill(answer["id"])
     find.press("Enter")
     story = page.locator(".story-panel .story")
@@ -134,13 +138,13 @@ def test_the_story_is_what_explain_says(told: LiveServer, open_page: OpenPage) -
             found = re.findall(rf"([\d.]+) (ms|s) {waited[reason]}", total[2])
             assert ms(*found[0]) == pytest.approx(value, rel=0.01, abs=1), reason
     assert f"Prompt of {answer['usage']['prompt_tokens']} tokens in {explained['chunks']} c" in text
-    first = re.findall(r"First token after ([\d.]+) (ms|s)", text)[0]
-    # one is the engine's time and one its caller's process's
-    assert ms(*first) == pytest.approx(explained["ttft_ms"], rel=0.02, abs=15)
+    first = ms(*re.findall(r"First token after ([\d.]+) (ms|s)", text)[0])
+    # one is the engine's time and one its caller's process's, which hears of it later
+    assert explained["queued_ms"] * 0.99 - 1 <= first <= explained["ttft_ms"] * 1.01 + 1
     assert "target 5 s: met" in text
     # chosen, it is outlined, and by the keyboard its story gets the focus
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "story"
+    eventually(lambda: page.evaluate("document.activeElement.id") == "story")
 
 
 def test_the_tables_say_the_same_and_the_filter_holds(
@@ -153,15 +157,12 @@ def test_the_tables_say_the_same_and_the_filter_holds(
     rows = page.locator(".tables tbody tr")
     eventually(lambda: rows.count() >= 5)
     page.get_by_placeholder("Class, tenant, id").fill("batch")
-    eventually(
-        lambda: (
-            {r.inner_text() for r in page.locator("tbody tr td:nth-child(3)").all()} == {"batch"}
-        )
-    )
+    classes = page.locator(".tables tbody tr td:nth-child(3)")
+    eventually(lambda: set(classes.all_inner_texts()) == {"batch"})
     page.get_by_placeholder("Class, tenant, id").fill("")
     page.get_by_role("button", name="Prompt").click()
     page.get_by_role("button", name="Prompt").click()
-    eventually(lambda: page.locator('th[aria-sort="ascending"]').count() == 1)
+    expect(page.locator('th[aria-sort="ascending"]')).to_have_count(1)
     page.locator(".tables tbody button").first.click()
     page.locator(".story-panel .story").wait_for()
     page.get_by_role("button", name="Table of steps").click()
@@ -172,18 +173,15 @@ def test_the_cells_are_what_the_model_says(told: LiveServer, open_page: OpenPage
     """Not the picture, whose edges differ from browser to browser: what it is made of."""
     page = open_page(f"{told.url}/ui/timeline")
     generate(told, 6, 12)
-    eventually(lambda: steps(page) > 10)
-    page.wait_for_timeout(300)
-    states = asked(
-        page,
+    seen = (
         "(() => { const seen = new Set(); for (let c = t.history.first; c < t.history.count; c++)"
         " for (let r = 0; r < 320; r++) seen.add(t.history.cell[(c % 4096) * 320 + r]);"
-        " return [...seen]; })()",
+        " return [...seen]; })()"
     )
     # it waited, computed its prompt, wrote; 255 is nobody
-    assert {0, 2, 3, 255} <= set(states)
+    eventually(lambda: {0, 2, 3, 255} <= set(asked(page, seen)))
     # the colours of waiting, prompts and writing in the light theme
-    assert {0x868E96, 0xC77700, 0x0072B2} <= picture(page)
+    eventually(lambda: {0x868E96, 0xC77700, 0x0072B2} <= picture(page))
 
 
 def test_lanes_are_coloured_by_the_time_left_and_stand_by_class(
@@ -194,7 +192,13 @@ def test_lanes_are_coloured_by_the_time_left_and_stand_by_class(
         target=generate, args=(told, 2, 60), kwargs={"slo": {"class": "interactive", "tpot_ms": 1}}
     )
     late.start()
-    generate(told, 2, 40, slo={"class": "batch", "ttft_ms": 60_000, "tpot_ms": 60_000})
+    answers = generate(told, 2, 40, slo={"class": "batch", "ttft_ms": 60_000, "tpot_ms": 60_000})
+    ids = [answer["id"] for answer in answers]
+    ended = "[...t.stories.values()].map((s) => s.told?.id ?? '')"
+    eventually(lambda: all(any(i in s for s in asked(page, ended)) for i in ids))
+    # and what it has heard of is drawn
+    heard = steps(page)
+    eventually(lambda: asked(page, "t.view.end") >= heard)
     page.get_by_role("button", name="Pause").click()
     late.join()
     # late, and a second and more is left
@@ -207,7 +211,7 @@ def test_lanes_are_coloured_by_the_time_left_and_stand_by_class(
         if len(groups) == 2:
             break
         page.keyboard.press("ArrowLeft")
-        page.wait_for_timeout(30)
+        drawn(page)
     assert groups == ["batch", "interactive"]
     # the row that is clicked is the one that is seen there
     first = asked(page, "t.painter().arrangement.order[0]")
@@ -235,7 +239,8 @@ def test_who_is_refused_at_the_door_is_told(tmp_path: Path, open_page: OpenPage)
     with live_server(tmp_path / "log", backend=BACKEND, core=core) as server:
         page = open_page(f"{server.url}/ui/timeline")
         page.get_by_text("No step in the last 60 s").wait_for()
-        answers = generate(server, 5, 30)
+        # the first is still there when the last one comes
+        answers = generate(server, 5, 100)
         refused = sum("error" in answer for answer in answers)
         assert refused >= 2
         page.locator(".door").get_by_text(f"{refused} refused at the door").wait_for()
@@ -283,9 +288,10 @@ def test_an_engine_that_is_lost_leaves_a_mark(tmp_path: Path, open_page: OpenPag
         lost = page.locator(".notice.bad").get_by_text("The engine failed")
         lost.wait_for()
         stream.join()
-        eventually(lambda: lost.count() == 0)
-        notes = asked(page, "[...t.history.notes.values()]")
-        assert notes == ["the engine failed", "another engine began"]
+        expect(lost).to_have_count(0)
+        notes = "[...t.history.notes.values()]"
+        expected = ["the engine failed", "another engine began"]
+        eventually(lambda: asked(page, notes) == expected)
         # it goes on with the next one
         before = steps(page)
         generate(server, 2, 5)
@@ -309,12 +315,15 @@ def test_another_server_at_the_same_address_is_shown_from_its_beginning(
     page.route("**/ui/api/timeline*", answer)
     page.get_by_role("link", name="Timeline").click()
     eventually(lambda: asked(page, "[...t.history.notes.values()]") == ["another server began"])
-    shown = asked(
-        page,
-        "[...Array(t.history.count).keys()].map((c) => t.history.kind[c] ? -1 : t.history.step[c])",
-    )
-    before, after = shown[: shown.index(-1)], shown[shown.index(-1) + 1 :]
-    assert before == after and len(before) > 20
+    columns = "[...Array(t.history.count).keys()]"
+
+    def is_shown_twice() -> bool:
+        shown = asked(page, f"{columns}.map((c) => t.history.kind[c] ? -1 : t.history.step[c])")
+        before, after = shown[: shown.index(-1)], shown[shown.index(-1) + 1 :]
+        return before == after and len(before) > 20
+
+    # a long recording is read in several turns
+    eventually(is_shown_twice)
 
 
 def test_on_a_phone_it_is_steps_and_tables(told: LiveServer, open_page: OpenPage) -> None:
@@ -323,7 +332,7 @@ def test_on_a_phone_it_is_steps_and_tables(told: LiveServer, open_page: OpenPage
     page.locator("canvas").wait_for()
     eventually(lambda: steps(page) > 5)
     page.get_by_role("button", name="Table of requests").click()
-    eventually(lambda: page.locator(".tables tbody tr").count() >= 3)
+    page.locator(".tables tbody tr").nth(2).wait_for()
     wide = page.evaluate("document.documentElement.scrollWidth")
     assert wide <= 360, "nothing to scroll sideways but tables"
 
@@ -331,11 +340,13 @@ def test_on_a_phone_it_is_steps_and_tables(told: LiveServer, open_page: OpenPage
 def test_reduced_motion_moves_once_a_second(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/timeline", reduced_motion="reduce")
     page.locator("canvas").wait_for()
-    page.wait_for_timeout(300)
-    before = asked(page, "t.painter().frames")
+    eventually(lambda: asked(page, "t.painter().frames") > 0 and asked(page, "t.pending()") == 0)
+    before, known, began = asked(page, "t.painter().frames"), steps(page), time.monotonic()
     generate(told, 2, 120)
-    # a second of a hundred steps, and as many chances to draw
-    assert asked(page, "t.painter().frames") - before <= 4
+    eventually(lambda: steps(page) > known + 100)
+    # more than a hundred steps, and as many chances to draw
+    frames = asked(page, "t.painter().frames") - before
+    assert frames <= 3 + (time.monotonic() - began)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -373,7 +384,7 @@ def test_a_trace_is_saved_and_says_what_was_left_out(
 
 
 def test_a_gap_and_a_shutdown_are_shown(tmp_path: Path, open_page: OpenPage) -> None:
-    config = {"drain_timeout": 5}
+    config = {"drain_timeout": 20}
     with live_server(tmp_path / "log", backend=BACKEND, core=CORE, config=config) as server:
         page = open_page(f"{server.url}/ui/timeline")
         page.get_by_text("No step in the last 60 s").wait_for()
@@ -388,16 +399,17 @@ def test_a_gap_and_a_shutdown_are_shown(tmp_path: Path, open_page: OpenPage) -> 
         assert "42 steps missing: slow viewer" in asked(page, "[...t.history.notes.values()]")
         page.get_by_role("button", name="Table of steps").click()
         page.locator("td.bad").get_by_text("42 steps missing").wait_for()
-        stream = threading.Thread(target=generate, args=(server, 1, 200))
-        stream.start()
-        eventually(lambda: server.running() == 1)
-        server.signal()
-        page.get_by_text("The server is shutting down: what runs may end").wait_for()
-        page.close()
-        stream.join()
+        body = {"model": "null", "prompt": "x", "max_tokens": 3000, "stream": True}
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as stream:
+            # kept, as a reader that is dropped closes the stream
+            lines = stream.iter_lines()
+            next(lines)
+            server.signal()
+            page.get_by_text("The server is shutting down: what runs may end").wait_for()
+            # it asks on while the server ends
+            page.close()
         assert server.wait() == 0
-        # it asks on while the server ends
-        page.close()
 
 
 def test_a_server_that_is_gone_is_told_and_asked_again(tmp_path: Path, open_page: OpenPage) -> None:
@@ -408,5 +420,5 @@ def test_a_server_that_is_gone_is_told_and_asked_again(tmp_path: Path, open_page
         server.process.send_signal(signal.SIGSTOP)
         page.locator(".notice").get_by_text("Stale: the last news came").wait_for()
         server.process.send_signal(signal.SIGCONT)
-        eventually(lambda: page.get_by_text("Stale").count() == 0)
+        expect(page.get_by_text("Stale")).to_have_count(0)
         page.close()

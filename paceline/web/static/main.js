@@ -1,6 +1,6 @@
 // The shell: tabs, what the server is, and the page that the address names.
 import { h, render, signal, useEffect, useLayoutEffect, useRef } from "./vendor/preact.js";
-import { call, getJson, keyWanted } from "./lib/api.js";
+import { call, getJson, key, keyWanted } from "./lib/api.js";
 import { Brand, KeyDialog, Theme } from "./pages/frame.js";
 import { Playground } from "./pages/playground.js";
 import { Timeline } from "./pages/timeline.js";
@@ -48,12 +48,15 @@ addEventListener("popstate", () => show(named()));
 const server = signal(null);
 const problem = signal("");
 async function look() {
+  const of = key.value;
   try {
     const [models, version] = await Promise.all([getJson("/v1/models"), getJson("/version")]);
     await call("/health");
     server.value = { model: models.data[0].id, version: version.version };
     problem.value = "";
   } catch (error) {
+    // what the key before was refused says nothing of this one
+    if (of !== key.value) return;
     problem.value = keyWanted.value ? "wants a key" : error instanceof TypeError ? "no answer" : "not ready";
   }
 }

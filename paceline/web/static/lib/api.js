@@ -50,8 +50,8 @@ export class ApiError extends Error {
  */
 export async function call(path, options = {}) {
   /** @type {Record<string, string>} */
-  const headers = { ...options.headers };
-  if (key.value) headers.Authorization = `Bearer ${key.value}`;
+  const headers = { ...options.headers }, sent = key.value;
+  if (sent) headers.Authorization = `Bearer ${sent}`;
   if (typeof options.body === "string") headers["Content-Type"] = "application/json";
   const response = await fetch(root + path, { ...options, headers, credentials: "omit", cache: "no-store" });
   if (response.ok) return response;
@@ -63,7 +63,8 @@ export async function call(path, options = {}) {
   } catch {
     // not JSON, for instance a proxy's error page: its text is shown
   }
-  if (response.status === 401) keyWanted.value = true;
+  // a late answer to the key before says nothing of this one
+  if (response.status === 401 && sent === key.value) keyWanted.value = true;
   const wait = Number(response.headers.get("retry-after")) || 0;
   throw new ApiError(response.status, told.message.slice(0, 2000), told.param, wait);
 }

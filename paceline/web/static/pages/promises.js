@@ -11,18 +11,27 @@ const told = signal(null);
 const failed = signal("");
 let askedWith = "";
 let refused = false;
+// questions that were asked, and the last that was answered
+let asked = 0, answered = 0;
 
 async function look() {
   // another key, or none: until then there is no use in asking
   if (refused && askedWith === key.value) return;
   askedWith = key.value;
+  const of = key.value, turn = ++asked;
+  /** An answer for another key, or to an earlier question than one that was answered, is not shown. */
+  const isLate = () => key.value !== of || turn < answered;
   try {
     const found = await getJson(`/ui/api/promises?seconds=${window_.value}`);
+    if (isLate()) return;
+    answered = turn;
     // what was asked for before the window changed comes late
     if (found.window === window_.value) told.value = found;
     failed.value = "";
     refused = false;
   } catch (error) {
+    if (isLate()) return;
+    answered = turn;
     refused = error instanceof ApiError && [401, 403, 404].includes(error.status);
     failed.value = error instanceof ApiError ? error.message : "The server does not answer: what is below is old.";
     if (refused) told.value = null;
