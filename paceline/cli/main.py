@@ -23,7 +23,7 @@ __all__ = ["build_parser", "main"]
 _COMMANDS: Final = {
     "serve": "serve.command",
     "gateway": "serve.gateway",
-    "fleet": "fleet.command",
+    "fleet": "serve.fleet",
     "chat": "offline.chat",
     "run": "offline.run",
     "generate": "offline.generate",

@@ -79,7 +79,7 @@ PLACES = {
     "web/what_if/trace.py": "in the places",
     "web/what_if/storage.py": "a folder by mkdtemp, which makes it 0700",
     "cli/simulation/what_if.py": "in that folder",
-    "cli/fleet/command.py": "the folder of a fleet, 0700",
+    "cli/serve/fleet.py": "the folder of a fleet, 0700",
     "cli/serve/few_bits.py": "/proc only",
     "cli/serve/command.py": "a temporary folder, 0700, for the page of turns",
     "fleet/ray_host.py": "that folder on a node",

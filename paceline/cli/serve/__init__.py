@@ -1,1 +1,1 @@
-"""Commands that serve: ``paceline serve`` with its engine process, ``paceline gateway``."""
+"""Commands that serve: ``serve`` with its engine process, ``gateway``, and ``fleet`` of several."""

@@ -1,1 +1,0 @@
-"""``paceline fleet``: replicas placed, watched and updated, behind gateways."""
