@@ -296,7 +296,7 @@ def build_core(
     ``own_process``: see ``build_backend``.
     """
     from paceline.core.grammar import ConstrainedBackend
-    from paceline.engine.core import EngineCore
+    from paceline.engine.core import EngineCore, EngineParts
     from paceline.engine.finished_answers import FinishedAnswers
     from paceline.engine.process.loop import engine_info
     from paceline.engine.recorder import FileRecorder, Recorder
@@ -341,16 +341,13 @@ def build_core(
             recorders.append(FileRecorder(Path(settings.record), scheduler, cache, depth))
         if settings.timeline:
             recorders.append(TimelineTap(scheduler, cache))
-        core = EngineCore(
-            backend,
-            scheduler,
-            cache,
-            pipeline_depth=depth,
-            matchers=matchers,
+        parts = EngineParts(
             recorders=recorders,
+            matchers=matchers,
             adapters=_adapter_store(settings, backend, settings.lora_bytes or 0),
             blocks=_keeper_maker(settings, backend),
         )
+        core = EngineCore(backend, scheduler, cache, pipeline_depth=depth, parts=parts)
         if settings.turn is not None:
             core.turn = _take_turns(backend, settings.turn, settings.turn_weight)
     except BaseException:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 from paceline.core.backend import BackendInfo, ModelBackend
@@ -33,7 +34,23 @@ from paceline.speculation.drafts import DrafterMaker, Drafts
 from paceline.speculation.settings import SpeculationSettings
 from paceline.timeline.tap import TimelineTap
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "EngineParts"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Optional parts of an engine, which owns them from then on."""
+
+    # each gets every request and step; a ``TimelineTap`` among them is the timeline for viewers
+    recorders: Sequence[Recorder] = ()
+    # compiles grammars; None: structured output is not served
+    matchers: MatcherSource | None = None
+    # makes the source of a request's draft tokens; None: as the scheduler's configuration says
+    drafter: DrafterMaker | None = None
+    # adapters of the backend; None: requests have none
+    adapters: AdapterStore | None = None
+    # makes what keeps KV blocks outside the pool, over the scheduler's own; None: nothing is kept
+    blocks: Callable[[KVCacheManager], BlockKeeper] | None = None
 
 
 class EngineCore:
@@ -45,13 +62,7 @@ class EngineCore:
             2 plans step N+1 while step N runs, shortly before its end; more plan as soon as there
             is a free slot.
         clock: seconds, monotonic.
-        recorders: each gets every request and step; owned from here on. A ``TimelineTap`` among
-            them is the timeline for viewers.
-        matchers: compiles grammars, owned from here on; None: structured output is not served.
-        drafter: makes the source of a request's draft tokens; None: as configured.
-        adapters: of the backend, owned from here on; None: requests have none.
-        blocks: makes what keeps KV blocks outside the pool, over the scheduler's own; None: nothing
-            is kept.
+        parts: what else it has.
     """
 
     def __init__(
@@ -62,37 +73,35 @@ class EngineCore:
         *,
         pipeline_depth: int = 2,
         clock: Callable[[], float] = time.monotonic,
-        recorders: Sequence[Recorder] = (),
-        matchers: MatcherSource | None = None,
-        drafter: DrafterMaker | None = None,
-        adapters: AdapterStore | None = None,
-        blocks: Callable[[KVCacheManager], BlockKeeper] | None = None,
+        parts: EngineParts = EngineParts(),
     ) -> None:
-        _check_matches(backend.info, scheduler, cache, drafter)
+        _check_matches(backend.info, scheduler, cache, parts.drafter)
         if pipeline_depth < 1:
             raise ConfigError(f"pipeline_depth must be at least 1, got {pipeline_depth}")
-        if matchers is not None:
+        if parts.matchers is not None:
             if not isinstance(backend, ConstrainedBackend):
                 raise ConfigError(f"the backend {backend.info.name} cannot apply grammars")
-            backend.constrain(matchers)
-        self.matchers, self.adapters = matchers, adapters
-        self.scheduler = Scheduler(scheduler, cache, speculation=partial(Drafts, make=drafter))
+            backend.constrain(parts.matchers)
+        self.matchers, self.adapters = parts.matchers, parts.adapters
+        speculation = partial(Drafts, make=parts.drafter)
+        self.scheduler = Scheduler(scheduler, cache, speculation=speculation)
         kv = self.scheduler.kv
         assert isinstance(kv, KVCacheManager), "no other cache was given"
-        self.blocks = None if blocks is None else blocks(kv)
+        self.blocks = None if parts.blocks is None else parts.blocks(kv)
         self._backend = backend
         self._depth = pipeline_depth
         self._clock = clock
         # answers from which later ones are drafted; None: none are kept
-        config = scheduler.speculative_config if drafter is None else None
+        config = scheduler.speculative_config if parts.drafter is None else None
         self.answers = FinishedAnswers.of(config)
-        watchers = [*recorders, *([] if self.answers is None else [self.answers])]
+        watchers = [*parts.recorders, *([] if self.answers is None else [self.answers])]
         # a single one is called directly
         self._recorder: Recorder | None = Recorders(*watchers) if len(watchers) > 1 else None
         if len(watchers) == 1:
             self._recorder = watchers[0]
         # the driver of this core takes its frames and sends them; None: there is no timeline
-        self.timeline = next((each for each in recorders if isinstance(each, TimelineTap)), None)
+        taps = (each for each in parts.recorders if isinstance(each, TimelineTap))
+        self.timeline = next(taps, None)
         # plan, time of planning, its result
         self._in_flight: deque[tuple[SchedulerOutput, float, Future[StepResult]]] = deque()
         # a step's result came in since the last plan, so the policy's ``wake_at`` is out of date

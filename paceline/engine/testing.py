@@ -28,7 +28,7 @@ from paceline.core.drafter import DraftTokens
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.engine.blocks.keeper import BlockKeeper
-from paceline.engine.core import EngineCore
+from paceline.engine.core import EngineCore, EngineParts
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.loop import engine_info
 from paceline.engine.protocol import Tokenizer
@@ -177,7 +177,7 @@ def null_core(
     Args:
         tokenizer: vocabulary to compile grammars for; None: ByteTokenizer.
         timeline: make a timeline for viewers.
-        blocks: see ``EngineCore``.
+        blocks: see ``EngineParts``.
         scheduler: fields of SchedulerConfig.
     """
     info = backend.info
@@ -192,15 +192,9 @@ def null_core(
         window=info.window,
         num_window_blocks=info.num_window_blocks,
     )
-    return EngineCore(
-        backend,
-        config,
-        cache,
-        recorders=(TimelineTap(config, cache),) if timeline else (),
-        pipeline_depth=pipeline_depth,
-        matchers=matchers,
-        blocks=blocks,
-    )
+    recorders = (TimelineTap(config, cache),) if timeline else ()
+    parts = EngineParts(recorders=recorders, matchers=matchers, blocks=blocks)
+    return EngineCore(backend, config, cache, pipeline_depth=pipeline_depth, parts=parts)
 
 
 def null_client(

@@ -16,7 +16,7 @@ from paceline.backends.reference.simulated import SimulatedBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import Request
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.core import EngineCore
+from paceline.engine.core import EngineCore, EngineParts
 from paceline.engine.process.loop import EngineLoop
 from paceline.engine.process.messages import Add, ClientMessage, EngineMessage, Outputs, Shutdown
 from paceline.engine.recorder import Recorder
@@ -151,8 +151,10 @@ def run_live(
         config.cache,
         pipeline_depth=config.pipeline_depth,
         clock=clock,
-        drafter=drafter_maker(config.acceptance, _truth) if config.acceptance else None,
-        recorders=() if recorder is None else (recorder,),
+        parts=EngineParts(
+            drafter=drafter_maker(config.acceptance, _truth) if config.acceptance else None,
+            recorders=() if recorder is None else (recorder,),
+        ),
     )
     inbox = _Inbox(clock, workload, config, prefix_block)
 

@@ -15,7 +15,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
 from paceline.core.slo import Slo
 from paceline.core.tier import Move
-from paceline.engine.core import EngineCore
+from paceline.engine.core import EngineCore, EngineParts
 from paceline.engine.recorder import FileRecorder
 from paceline.errors import ConfigError
 from tests.driving import make_request
@@ -36,7 +36,7 @@ def run(path: Path, *, repeat: int = 0) -> list[dict[str, Any]]:
         SCHEDULER,
         CACHE,
         clock=lambda: float(next(ticks)),
-        recorders=(FileRecorder(path, SCHEDULER, CACHE, 2),),
+        parts=EngineParts(recorders=(FileRecorder(path, SCHEDULER, CACHE, 2),)),
     )
     core.add_request(make_request("a", 20, 3))
     core.add_request(make_request("b", 5, 4))
@@ -93,7 +93,7 @@ def test_forks_that_are_dropped_with_their_parent_are_written(tmp_path: Path) ->
         replace(SCHEDULER, max_num_seqs=1, queue_timeout_s=6.0),
         CACHE,
         clock=lambda: float(next(ticks)),
-        recorders=(FileRecorder(path, SCHEDULER, CACHE, 2),),
+        parts=EngineParts(recorders=(FileRecorder(path, SCHEDULER, CACHE, 2),)),
     )
     core.add_request(make_request("a", 5, 12))
     core.add_request(make_request("b", 5, 4))

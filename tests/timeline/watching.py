@@ -9,7 +9,7 @@ from paceline.backends.reference.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.request import Request, RequestStatus
-from paceline.engine.core import EngineCore
+from paceline.engine.core import EngineCore, EngineParts
 from paceline.speculation.drafts import DrafterMaker
 from paceline.timeline.codec import Decoder
 from paceline.timeline.events import NO_LANE, Frame, State
@@ -62,8 +62,7 @@ class Watched:
             cache,
             pipeline_depth=depth,
             clock=lambda: self.now,
-            recorders=(self.tap,),
-            drafter=drafter,
+            parts=EngineParts(recorders=(self.tap,), drafter=drafter),
         )
         self.plans: list[SchedulerOutput] = []
         self.core.on_plan = self._planned
