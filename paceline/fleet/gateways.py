@@ -108,7 +108,7 @@ class Gateways:
         engines = [link.answer.engines.get(name, _Engine()) for link in heard]
         trouble = next((each.trouble for each in engines if each.trouble), "")
         requests = sum(each.requests for each in engines)
-        # what was counted before the last word may miss a request that came before it was known
+        # a gateway that does not know the newest list of members may still send requests
         version = self._words[pool][0]
         are_new = len(heard) == len(links) and all(e.answer.version == version for e in heard)
         return replace(

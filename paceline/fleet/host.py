@@ -31,17 +31,16 @@ class Host(Protocol):
     """The machines where replicas run. Every call ends soon, whatever they do."""
 
     async def look(self) -> Mapping[str, Look]:
-        """Return all replicas by name, also those that another controller started, and those that
-        have ended since they were forgotten last."""
+        """Return all replicas by name. Those that another controller started are among them, and
+        those that have ended and were not forgotten yet."""
         ...
 
     async def start(self, command: Command, pool: PoolSettings) -> None:
-        """Start a replica. What goes wrong is told by ``look``."""
+        """Start a replica. If that fails, ``look`` says why."""
         ...
 
     async def end(self, name: str, *, kill: bool) -> None:
-        """Ask a replica to end, or end it at once; with ``kill`` one that has ended is
-        forgotten."""
+        """Ask a replica to end. With ``kill`` end it at once, and forget it once it has ended."""
         ...
 
     async def close(self) -> None:

@@ -34,9 +34,11 @@ class State(Enum):
 class _Entry:
     num_bytes: int
     state: State = State.KNOWN
-    # number of the event that used it last
+    # number of the newest event about it: the adapter with the smallest is the least recently used
     used: int = 0
+    # it goes as soon as no request has a lease
     forgotten: bool = False
+    # it takes no new lease, so that it can make room
     draining: bool = False
 
 

@@ -122,10 +122,10 @@ class _Adapter:
     opening: Future[OpenedAdapter] | None = None
     loading: Future[_Loaded] | None = None
     opened: OpenedAdapter | None = None
-    # contents that it had when it was first loaded; empty: not known yet
+    # digest of its contents at its first load; empty until then
     digest: str = ""
     slot: int = -1
-    # that its last load took
+    # how long its last load took
     seconds: float = 0.0
     error: PacelineError | None = None
     # requests that use it or wait for it
@@ -180,7 +180,7 @@ class AdapterStore:
             1, thread_name_prefix="paceline-adapters", initializer=yield_to_steps
         )
         self._news: list[AdapterStatus] = []
-        # called with the keys of those that the thread is at work on, before it is
+        # called with the keys of the adapters that the thread is about to work on
         self.on_loading: Callable[[Collection[str]], None] | None = None
         # what ``stats`` counts
         self._loads, self._left = Counter[str](), Counter[str]()

@@ -24,9 +24,9 @@ __all__ = ["FrontClient"]
 
 
 class FrontClient:
-    """Made once the first model was loaded."""
+    """The client that answers for all models of a pool. There is one from the first load on."""
 
-    # not called: a model that ends takes no other, and not the server
+    # never called: when one model's engine ends, the other models and the server go on
     on_dead: Callable[[EngineDeadError], None] | None = None
 
     def __init__(self, pool: ModelPool, first: str) -> None:
@@ -80,7 +80,7 @@ class FrontClient:
         await self._first.abort(request_id)
 
     def check_health(self) -> None:
-        """Return: models that are not in memory are loaded by requests for them."""
+        """Accept any state: a request for a model that is not in memory loads it."""
 
     async def drain(self, timeout: float) -> None:
         await self._pool.drain(timeout)

@@ -35,7 +35,7 @@ class ModelSpec:
     account: Account
     aliases: tuple[str, ...] = ()
     weight: float = 1.0
-    # loaded at start, and never unloaded but by its caller
+    # loaded at start; only a caller that asks for it unloads it
     pinned: bool = False
     # seconds without a lease after which it is unloaded; None: as the server's
     keep_alive: float | None = None

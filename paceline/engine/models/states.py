@@ -35,10 +35,10 @@ __all__ = ["Action", "Load", "ModelStates", "Unload"]
 
 # most names in an error
 _MOST_NAMED: Final = 20
-# a model stays in memory for this multiple of its load's time at least
+# a model stays in memory for at least this multiple of the time that its load took
 _STAYS: Final = 2.0
-# and for this part of a swap after its last request: callers whose answers end with one step
-# ask again within moments
+# and after its last request for this part of the time of a swap: callers whose answers end in
+# the same step ask again within moments
 _LINGERS: Final = 0.25
 # loads that may end an engine one after another, and seconds for which the model then rests
 _MOST_CRASHES: Final = 2
@@ -193,11 +193,11 @@ class ModelStates:
         return model
 
     def pin(self, name: str, *, pinned: bool) -> Model:
-        """Keep a model in memory once it is there, or no longer."""
+        """Pin a model, so that it stays in memory once loaded, or end that."""
         model = self.find(name)
         model.spec = replace(model.spec, pinned=pinned)
         if pinned:
-            # it makes no way any more
+            # a pinned model makes no room for others
             self._open(model)
         return model
 

@@ -111,7 +111,7 @@ def with_logprobs(body: Body, *, stream: bool, of_prompt: bool = False) -> Body:
 
 
 def without_logprobs(body: Body, *, stream: bool) -> Body:
-    """Return a request as it is, but for whether its answer is streamed."""
+    """Return the request, asking for an answer in one piece where ``stream`` is False."""
     if body.stream == stream:
         return body
     fields = {n: v for n, v in body.fields.items() if n not in ("stream", "stream_options")}
@@ -136,7 +136,7 @@ def tokens_of(logprobs: Any) -> list[Token]:
 
 
 def read_said(data: bytes, prompt: Prompt) -> Said | None:
-    """Read a whole answer; None: it is none of a chat."""
+    """Read an answer that came in one piece; None if it is no answer to a chat."""
     try:
         whole = msgspec.json.decode(data, type=_Whole)
         tokens = tokens_of(whole.choices[0].logprobs)

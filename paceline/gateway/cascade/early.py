@@ -1,8 +1,8 @@
-"""Early start of the large model: while a prefix is held whose prompt's score is close to its
-threshold, so that its prefill is done once the small model's first tokens are found wanting.
+"""Early start of the large model, so that its prefill is done if the small model's first tokens
+turn out not to be good enough. It starts where the prompt has a score close to the threshold.
 
-It is a hedge: paid out of ``hedge_share``, never sent to engines that are nearly full, and its
-answer is held back until it is wanted, or its request is cut.
+It is a hedge: ``hedge_share`` bounds how many there are, and engines that are nearly full get
+none. The answer is held back until it is wanted; where it is not, its request is cut.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class OpenGate(WholeGate):
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200:
             self.status = 200
-            # the head has what every answer has, by the request behind this gate
+            # the request behind this gate has added the headers that every answer has
             self._incoming.started = True
         if self._incoming.started:
             await self._incoming.send_on(message)
@@ -212,7 +212,7 @@ class PrefixGate(WholeGate):
 
     def _read_choice(self, choice: Mapping[str, Any]) -> None:
         delta = choice.get("delta") or {}
-        # an engine's odd ones are none
+        # log-probabilities in another form than the API's are left out
         with contextlib.suppress(msgspec.ValidationError):
             self._tokens += tokens_of(choice.get("logprobs"))
         text = delta.get("content")

@@ -142,7 +142,7 @@ class Judge:
 
     @property
     def has_scores(self) -> bool:
-        """Whether anything but exact faults decides."""
+        """Whether scores decide too, and not exact faults alone."""
         return bool(self._scales)
 
     def status(self) -> dict[str, Any]:
@@ -245,8 +245,8 @@ class Judge:
         return max((scale.max_loss for scale in scales), default=self.config.max_loss)
 
     def audited(self, mode: Mode, prompt: Prompt, said: Said, *, differs: bool) -> None:
-        """Take in a request that both models were asked; ``mode``: how it was decided,
-        ``differs``: the small model's answer is another one than the large model's."""
+        """Take in a request that both models answered. ``mode`` says how it was decided, and
+        ``differs`` that the two answers are not the same."""
         stays = not fault_of(said, mode, self.config.prefix_tokens)
         if stays and self._scales and not self._is_embedded(prompt):
             stays = False

@@ -170,7 +170,7 @@ class Run:
             if failed is not None:
                 raise failed
         elif failed is None and not (may_instead and gate.status in _UNAVAILABLE):
-            # what is wrong with the request, its caller must know
+            # the request itself is wrong, and its caller must see why
             await gate.pass_on()
             self._large_answered(by, prompt)
         elif failed is not None and not may_instead:
@@ -385,7 +385,7 @@ class Run:
                 gate.open({"cascade": told}, [(b"x-paceline-cascade", cascade_header(told))])
                 self._gateway.metrics.cascaded(judge.model, "small")
                 if early is not None:
-                    # not only once the caller has read all of the other answer
+                    # before the count, which waits until the caller has read the whole answer
                     dropped, early = early, None
                     await dropped.drop()
                 self._count(await task, kept=True)
