@@ -232,11 +232,8 @@ class Gateway:
             route = await self.stored.bound(route, body, tenant)
         allowed = Allowed.parse(incoming.headers.get(b"x-paceline-allow"))
         asked = Asked(incoming, body, size, tokens, route, allowed)
-        answer = self.cascades.find(path, body, route)
-        if answer is None:
-            await self.relay(asked)
-            return
-        # the gateway does not end between the two models
+        answer = self.cascades.find(path, body, route) or self.relay
+        # once for a cascade's two models, so that the gateway does not end between them
         self.in_flight += 1
         try:
             await answer(asked)
@@ -275,7 +272,6 @@ class Gateway:
         )
         proxied: ProxiedRequest | None = None
         usage: Sequence[tuple[Endpoint, Used]] = ()
-        self.in_flight += 1
         try:
             demand = self._demand(path, admitted.body, admitted.charge.route, size, tokens, tenant)
             context = self._context(incoming, admitted, asked, demand, note)
@@ -285,7 +281,6 @@ class Gateway:
             await proxied.run()
             self._learn(proxied)
         finally:
-            self._note_end()
             incoming.settle_with(None)
             try:
                 if proxied is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from paceline.routing.engine_load import Pressure
-from tests.gateway.cascade.helpers import calibration, cascade, told
+from tests.gateway.cascade.helpers import calibration, cascade, said, told
 from tests.gateway.cascade.test_cascade import SURE, UNSURE, asked, by, metric
 from tests.gateway.fault_server import Step
 from tests.gateway.helpers import CHAT, is_clean, refused, streamed, text_of, until
@@ -56,6 +57,31 @@ async def test_what_is_not_wanted_is_cut(tmp_path: Path) -> None:
         await until(lambda: two.hung_up == 1 and is_clean(gateway))
         text = (await http.get("/metrics")).text
         assert metric(text, NAME, model="chat", result="wasted") == 1
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_request_of_both_models_is_one_in_flight(tmp_path: Path, early: bool) -> None:
+    small = told(["a", "b"], *UNSURE, gap=0.2) if early else replace(said("a", -5.0), delay=0.2)
+    fields = {**MANY, "shadow": 1.0} if early else {}
+    large = told(["lar", "ge"], gap=0.2)
+    async with cascade(small, large, calibration=calibration(tmp_path), **fields) as (
+        one, two, gateway, http,
+    ):  # fmt: skip
+        gateway.hedges._saved = 1.0
+
+        async def in_flight() -> int:
+            found: int = (await http.get("/status")).json()["in_flight"]
+            return found
+
+        request = asyncio.ensure_future(http.post(CHAT, json=asked(stream=True)))
+        await until(lambda: one.bodies and (two.bodies or not early))
+        assert await in_flight() == 1
+        await until(lambda: two.bodies)
+        assert await in_flight() == 1
+        assert by(await request) == "escalated"
+        # a comparison is for no caller
+        await until(lambda: gateway.in_flight == 0)
+        assert not early or len(gateway.cascades._shadows._running) == 1
 
 
 @pytest.mark.parametrize("small", ["unsure", "refusal", "dead"])
