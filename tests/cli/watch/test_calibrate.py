@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,38 @@ async def test_too_few_labels_are_counted_and_what_failed_is_told(
         # and what was measured is kept
         assert len((tmp_path / "chat.answers.jsonl").read_text().split("\n")) == 23
         assert not (tmp_path / "chat.json").exists()
+
+
+async def test_checkers_that_fail_cost_their_labels_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.bench.calibrate.fitting.has_forests", lambda: False)
+    hangs = {"program": [sys.executable, "-c", "while True: pass"], "timeout": 0.3}
+    dies = {"program": [sys.executable, "-c", "import os; os.abort()"]}
+    silent = {"judge": "http://127.0.0.1:9", "timeout": 1.0}
+    async with AsyncExitStack() as stack:
+        answering = ({"/v1/chat/completions": say} for say in (small, large))
+        engines = [
+            await stack.enter_async_context(scripted(GOOD, pages=pages)) for pages in answering
+        ]
+        arguments = write(tmp_path, engines, 24)
+        labels, good = tmp_path / "labels.jsonl", (tmp_path / "labels.jsonl").read_text()
+        lines = [json.loads(line) for line in good.splitlines()]
+        for line, check in zip(lines, (hangs, dies, silent), strict=False):
+            line["check"] = check
+        labels.write_text("\n".join(map(json.dumps, lines)))
+        assert await run(arguments) == 0
+        told = capsys.readouterr()
+        for words in ("label 1: ", "within 0.3 s", "label 2: ", "ended with -6", "label 3: "):
+            assert words in told.err
+        assert "24 labels: 0 answers failed, 3 were not checked; 21 labels are left" in told.err
+        assert "21 labels: quality" in told.out and (tmp_path / "chat.json").exists()
+        # other checkers ask nothing again
+        asked = [engine.asked.count("/v1/chat/completions") for engine in engines]
+        labels.write_text(good)
+        assert await run(arguments) == 0
+        assert "24 labels: quality 0.500" in capsys.readouterr().out
+        assert asked == [engine.asked.count("/v1/chat/completions") for engine in engines]
 
 
 async def test_what_cannot_be_asked_is_named(

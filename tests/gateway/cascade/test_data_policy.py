@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from paceline.gateway.settings.cascade import CascadeConfig
 from paceline.gateway.settings.config import KeyConfig, ModelConfig
 from paceline.http.keys import ApiKey
 from tests.gateway.cascade.helpers import calibration, said, told
-from tests.gateway.fault_server import Step, chat_chunks, scripted
+from tests.gateway.fault_server import Engine, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     ANY,
     CHAT,
@@ -47,7 +49,14 @@ FAULTS = {
     "cut": Step(parts=chat_chunks(WORDS)[:3], then="cut"),
     "stall": Step(parts=chat_chunks(WORDS)[:2], then="stall"),
     "half an object": Step(parts=(b'{"choices": [',), stream=False),
+    "late": Step(parts=chat_chunks(WORDS), delay=0.5),
+    "slow": Step(parts=chat_chunks(WORDS), gap=0.25),
+    "behind": Step(parts=chat_chunks(WORDS), behind=b"HTTP/1.1 200 OK\r\n\r\n"),
+    # to the cloud, whose address takes the place of the words
+    "moved": refused(307, location="cloud"),
 }
+# of the engine rather than of one answer; "dead": its port is closed
+ENGINES: dict[str, Any] = {"frozen": {"frozen": True}, "closes": {"closes": True}, "dead": {}}
 KEYS = tuple(ApiKey.of(name, "user", name * 8) for name in ("ann", "bob"))
 RULES: dict[str, Any] = {
     "keys": (KeyConfig(name="ann", local_only=True),),
@@ -83,7 +92,7 @@ APIS: dict[str, Any] = {
 }  # fmt: skip
 
 ASKED = {
-    "fault": st.sampled_from(sorted(FAULTS)),
+    "fault": st.sampled_from(sorted({*FAULTS, *ENGINES})),
     "mode": st.sampled_from(["route", "cascade", "prefix"]),
     "reason": st.sampled_from(REASONS),
     "stream": st.booleans(),
@@ -110,6 +119,22 @@ def test_no_byte_reaches_a_cloud_under_any_fault_at_length(**asked: Any) -> None
     asyncio.run(_no_byte(**asked))
 
 
+@pytest.mark.parametrize("fault", sorted({*FAULTS, *ENGINES}))
+def test_each_fault_leaves_the_cloud_alone(fault: str) -> None:
+    for stream in (False, True):
+        mode = "prefix" if stream else "cascade"
+        asyncio.run(_no_byte(fault, mode, REASONS[0], stream, "chat", CHAT))
+
+
+def test_the_faults_are_all_that_the_fault_server_has() -> None:
+    steps = list(FAULTS.values())
+    for field in fields(Step):
+        assert len({getattr(step, field.name) for step in steps}) > 1, field.name
+    assert {step.then for step in steps} == {"end", "cut", "stall"}
+    whole = {field.name for field in fields(Engine) if field.type == "bool"}
+    assert whole == {name for of_engine in ENGINES.values() for name in of_engine}
+
+
 async def _no_byte(
     fault: str, mode: Any, reason: tuple[str, str, str], stream: bool, model: str, path: str
 ) -> None:
@@ -129,14 +154,22 @@ async def _no_byte(
         ModelConfig(name="own", tiers=(("e2:m",), ("e1:m",)), local_only=True),
     )  # fmt: skip
     async with AsyncExitStack() as stack:
-        one = await stack.enter_async_context(scripted(FAULTS[fault]))
         two = await stack.enter_async_context(scripted(said("cloud")))
+        step = FAULTS.get(fault, FAULTS["good"])
+        if fault == "moved":
+            step = replace(step, headers=(("location", f"{two.url}{path}"),))
+        one = await stack.enter_async_context(scripted(step))
+        if fault == "dead":
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                one.port = closed.getsockname()[1]
         config = configured(
             one, two, models=models, engine_fields={"e2": {"cloud": True}}, hedge_share=0.5,
             stall_timeout=0.2, first_byte_timeout=0.3, spend_storage="", **RULES,
         )  # fmt: skip
         gateway, http = await stack.enter_async_context(gateway_over(config, KEYS))
         gateway.hedges._saved = 5.0
+        for name, value in ENGINES.get(fault, {}).items():
+            setattr(one, name, value)
         response = await post(http, path, reason, APIS[path](model, stream, reason[2]))
         assert two.bodies == [] and two.paths == []
         assert "cloud" not in response.text.replace("to a cloud", "").replace("are clouds", "")
@@ -144,6 +177,8 @@ async def _no_byte(
         is_far = model == "far" or (model == "chat" and len(reason[2]) > 9 and path == CHAT)
         if is_far:
             assert response.status_code == 503 and "may not go to a cloud" in response.text
+        elif fault in ("dead", "frozen", "503"):
+            assert response.status_code >= 500 and response.json()["error"]
         elif fault == "good" and model == "chat" and not stream and path == CHAT:
             assert response.json()["choices"][0]["message"]["content"] == "fine"
             assert 'why="local_only"' in response.headers["x-paceline-cascade"]
@@ -165,8 +200,8 @@ async def test_without_a_rule_the_cloud_is_asked() -> None:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(scripted(refused(503)))
         two = await stack.enter_async_context(scripted(said("cloud")))
-        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
-        config = configured(one, two, spend_storage="", **fields)
+        more = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, spend_storage="", **more)
         _, http = await stack.enter_async_context(gateway_over(config, KEYS))
         for reason in REASONS:
             # models that keep the names of the engines
@@ -182,8 +217,8 @@ async def test_counting_and_files_stay_in_too() -> None:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(scripted(ANY, pages=pages))
         two = await stack.enter_async_context(scripted(ANY, pages=pages))
-        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
-        config = configured(one, two, spend_storage="", **fields)
+        more = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, spend_storage="", **more)
         gateway, http = await stack.enter_async_context(gateway_over(config, KEYS))
         prefer_others(gateway, "e1")
 
@@ -217,8 +252,8 @@ async def test_no_cloud_is_asked_for_what_it_stores() -> None:
         one = await stack.enter_async_context(scripted(ANY))
         two = await stack.enter_async_context(scripted(ANY, pages=pages))
         three = await stack.enter_async_context(scripted(ANY))
-        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
-        config = configured(one, two, three, spend_storage="", **fields)
+        more = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, three, spend_storage="", **more)
         _, http = await stack.enter_async_context(gateway_over(config, KEYS))
 
         async def statuses(key: str, tags: str) -> list[int]:
@@ -251,8 +286,8 @@ async def test_several_choices_stay_in_with_the_small_model() -> None:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(scripted(said("fine")))
         two = await stack.enter_async_context(scripted(said("cloud")))
-        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
-        config = configured(one, two, models=models, spend_storage="", **fields)
+        more = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, models=models, spend_storage="", **more)
         _, http = await stack.enter_async_context(gateway_over(config, KEYS))
         response = await post(http, CHAT, REASONS[0], chat(model="chat", n=2))
         assert response.status_code == 200 and one.bodies[0]["n"] == 2
@@ -263,8 +298,8 @@ async def test_a_header_of_tags_that_is_there_twice_counts_twice() -> None:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(scripted(refused(503)))
         two = await stack.enter_async_context(scripted(said("cloud")))
-        fields = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
-        config = configured(one, two, spend_storage="", **fields)
+        more = {"engine_fields": {"e2": {"cloud": True}}, **RULES}
+        config = configured(one, two, spend_storage="", **more)
         _, http = await stack.enter_async_context(gateway_over(config, KEYS))
         tags = [("x-paceline-tags", "private"), ("x-paceline-tags", "hr")]
         for told in (tags, tags[::-1]):
