@@ -3,16 +3,17 @@
 Method. 500 prompts of 14 kinds with exact checkers are made from a seed, and 90 of three kinds
 that are held out by name. The small model is SmolLM2-135M, really run: its answers, with
 log-probabilities, are asked for once and kept (``PACELINE_CASCADE``, else in the cache). The large
-one is scripted: the checker's own answer, wrong by a rate per kind; with ``LARGE=path.gguf`` it is
-that model, really run.
+one with ``LARGE=path.gguf`` is that model, really run (``large_file`` has one); without, it is
+scripted: the checker's own answer, wrong by a rate per kind.
 
 * ``auroc``, ``apgr``, ``calls_saved``: in ten folds, with bootstrap intervals; ``apgr`` is 0.5 for
   a random choice; baselines are an oracle, one who knows which small answers are right, and the
   longest prompts first;
 * ``samples``: the same of ``cascade`` with the agreement of three further answers;
-* ``pairs``: the same small answers next to three scripted large models, the first as above and two
-  that are wrong more often, so that the qualities lie closer: what any judge of the small answers
-  can have (``small known``), and these routers;
+* ``pairs``: the same small answers next to the real large model, where there is one, and three
+  scripted ones, the first as above and two that are wrong more often, so that the qualities lie
+  closer: what a judge that is never wrong about the small answers has (``small known``), these
+  routers, and which share of that judge's area above a random choice is theirs;
 * ``bound``: the mean loss over 20 splits of 200 labels to fit, 200 to calibrate and 100 to test;
 * ``unseen_kind``: the kinds held out, with scorers that never saw them;
 * ``router_us``: one decision, from the prompt and the answer's tokens to the score;
@@ -114,9 +115,9 @@ def figures(usual: Sequence[Measured], held: Sequence[Measured]) -> dict[str, An
         found["with_samples"] = {"samples": SAMPLES, **drawn}
         show(f"cascade with {SAMPLES} further answers, ten folds", drawn)
     if "pairs" in wanted:
-        found["pairs"] = by_pair(usual)
+        found["pairs"] = by_pair(usual, Path(LARGE).stem)
         for name, each in found["pairs"].items():
-            show(f"a scripted large model that is better by {name}", each)
+            show(f"next to {name}, which is better by {each['difference']}", each)
     if "unseen" in wanted:
         found["unseen_kind"] = unseen(usual, held)
         show("kinds never seen: no bound is promised, as they are not exchangeable with the labels",

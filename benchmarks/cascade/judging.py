@@ -138,35 +138,48 @@ def _by_chance(figure: Callable[[Outcomes, Any], float], outcomes: Outcomes) -> 
     return [round(float(each), 3) for each in (np.mean(found), *np.quantile(found, (0.025, 0.975)))]
 
 
-def by_pair(rows: Sequence[Measured]) -> dict[str, dict[str, Any]]:
-    """Return the figures of the same small answers next to scripted large models that are wrong as
-    often as now, and as the worst of 4 and of 8 tries: a weaker one is weakest in hard kinds. A
-    key is the difference of qualities; a figure is [value, low, high]."""
-    found = {}
-    saved = partial(calls_saved, share=0.95)
+def _share(outcomes: Outcomes, scores: Any) -> float:
+    """Return the area above that of a random choice, as a share of what knowing the small answers
+    has; ``scores``: a column of each."""
+    area, most = (apgr(outcomes, column) - 0.5 for column in scores.T)
+    return area / most if most > 0.0 else math.nan
+
+
+def by_pair(rows: Sequence[Measured], large: str = "") -> dict[str, dict[str, Any]]:
+    """Return the figures of the same small answers next to other large models, by their names: the
+    real one, if ``large`` names it, and scripted ones that are wrong as often as now, and as the
+    worst of 4 and of 8 tries: a weaker one is weakest in hard kinds. A figure is [value, low,
+    high]."""
+    pairs = {large: list(rows)} if large else {}
     for times in _TIMES_WRONG:
-        large = scripted_large([row.label for row in rows], times=times)
-        pairs = [
+        answers = scripted_large([row.label for row in rows], times=times)
+        pairs[f"scripted, worst of {times}"] = [
             msgspec.structs.replace(row, large=quality(row.label, answer))
-            for row, answer in zip(rows, large, strict=True)
+            for row, answer in zip(rows, answers, strict=True)
         ]
-        outcomes = outcomes_of(pairs)
-        scores: dict[str, Any] = {
-            "oracle": oracle(outcomes),
-            "small known": outcomes.small,
+    return {name: _of_pair(each) for name, each in pairs.items()}
+
+
+def _of_pair(rows: Sequence[Measured]) -> dict[str, Any]:
+    saved, outcomes = partial(calls_saved, share=0.95), outcomes_of(rows)
+    scores: dict[str, Any] = {"oracle": oracle(outcomes), "small known": outcomes.small}
+    scores |= {mode: out_of_fold(rows, mode, FIRST) for mode in MODES[:2]}
+    qualities = float(outcomes.small.mean()), float(outcomes.large.mean())
+    known = outcomes.small
+    return {
+        "quality": [round(each, 3) for each in qualities],
+        "difference": round(qualities[1] - qualities[0], 3),
+        "apgr": {name: _told(interval(apgr, outcomes, s)) for name, s in scores.items()}
+        | {"random": _by_chance(apgr, outcomes)},
+        "share_of_known": {
+            mode: _told(interval(_share, outcomes, np.stack((scores[mode], known), axis=1)))
+            for mode in MODES[:2]
+        },
+        "calls_saved_at_95": {
+            name: _told(interval(saved, outcomes, s)) for name, s in scores.items()
         }
-        scores |= {mode: out_of_fold(pairs, mode, FIRST) for mode in MODES[:2]}
-        qualities = float(outcomes.small.mean()), float(outcomes.large.mean())
-        found[f"{qualities[1] - qualities[0]:.2f}"] = {
-            "quality": [round(each, 3) for each in qualities],
-            "apgr": {name: _told(interval(apgr, outcomes, s)) for name, s in scores.items()}
-            | {"random": _by_chance(apgr, outcomes)},
-            "calls_saved_at_95": {
-                name: _told(interval(saved, outcomes, s)) for name, s in scores.items()
-            }
-            | {"random": _by_chance(saved, outcomes)},
-        }
-    return found
+        | {"random": _by_chance(saved, outcomes)},
+    }
 
 
 def bound(rows: Sequence[Measured]) -> dict[str, Any]:

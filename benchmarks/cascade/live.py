@@ -107,13 +107,14 @@ def first_tokens(rows: Sequence[Measured]) -> dict[str, Any]:
             mode: Fitted(each.weights, each.scores, [0.0] * len(each.losses))
             for mode, each in made.fitted.items()
         }
-        file = root / "live.json"
-        file.write_bytes(msgspec.json.encode(msgspec.structs.replace(made, fitted=fitted)))
+        for name, side in (("chat", made.small), ("slow", Side("mock", ""))):
+            told = msgspec.structs.replace(made, fitted=fitted, small=side)
+            (root / f"live-{name}.json").write_bytes(msgspec.json.encode(told))
         config = root / "live.toml"
         config.write_text(
             _CONFIG.format(small=small.port, large=large.port, model=SMALL)
             + "".join(
-                _CASCADE.format(name=name, small=of, first=FIRST, file=file)
+                _CASCADE.format(name=name, small=of, first=FIRST, file=root / f"live-{name}.json")
                 for name, of in (("chat", "small"), ("slow", "scripted"))
             )
         )

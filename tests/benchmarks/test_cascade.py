@@ -57,12 +57,15 @@ def test_figures_of_made_up_answers(tmp_path: Path) -> None:
     assert 0.0 < router_us(rows) < 20_000.0
     # a weaker large model is closer, and a judge of the small answers alone gets further
     pairs = by_pair(rows[:60])
-    gaps = [float(gap) for gap in pairs]
+    gaps = [each["difference"] for each in pairs.values()]
     assert len(gaps) == 3 and gaps == sorted(gaps, reverse=True)
     known = [each["apgr"]["small known"][0] for each in pairs.values()]
     assert known == sorted(known) and known[0] > 0.5
+    assert next(iter(by_pair(rows[:30], "other"))) == "other"
     for each in pairs.values():
         areas = each["apgr"]
+        above = (areas["cascade"][0] - 0.5) / (areas["small known"][0] - 0.5)
+        assert each["share_of_known"]["cascade"][0] == pytest.approx(above, abs=0.02)
         assert areas["oracle"][0] >= max(areas["small known"][0], areas["cascade"][0])
         assert areas["random"][1] <= 0.5 <= areas["random"][2]
     told = overload(rows, seconds=20.0, splits=2)
