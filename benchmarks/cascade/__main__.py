@@ -3,8 +3,9 @@
 Method. 500 prompts of 14 kinds with exact checkers are made from a seed, and 90 of three kinds
 that are held out by name. The small model is SmolLM2-135M, really run: its answers, with
 log-probabilities, are asked for once and kept (``PACELINE_CASCADE``, else in the cache). The large
-one with ``LARGE=path.gguf`` is that model, really run (``large_file`` has one); without, it is
-scripted: the checker's own answer, wrong by a rate per kind.
+one with ``LARGE=path.gguf`` is that model, really run, and with ``LARGE=package`` one of 0.5B that
+a package holds (``large_file``); without, it is scripted: the checker's own answer, wrong by a rate
+per kind.
 
 * ``auroc``, ``apgr``, ``calls_saved``: in ten folds, with bootstrap intervals; ``apgr`` is 0.5 for
   a random choice; baselines are an oracle, one who knows which small answers are right, and the
@@ -31,6 +32,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -47,6 +49,7 @@ from benchmarks.cascade.judging import (
     scripted_large,
     unseen,
 )
+from benchmarks.cascade.large_file import large_file
 from benchmarks.cascade.live import first_tokens
 from benchmarks.cascade.overload import overload
 from benchmarks.common.processes import Unavailable
@@ -54,9 +57,14 @@ from paceline.bench.calibrate.checkers import text_of
 from paceline.bench.calibrate.fitting import Measured
 from paceline.bench.machine import machine
 
-# a large model as a file; "": it is scripted
-LARGE = os.environ.get("LARGE", "")
 PARTS = ("bound", "folds", "samples", "pairs", "unseen", "overload", "live", "cost")
+
+
+@cache
+def large() -> str:
+    """Return the large model's file; "": it is scripted."""
+    told = os.environ.get("LARGE", "")
+    return str(large_file()) if told == "package" else told
 
 
 def rows_of(samples: int = 0) -> tuple[list[Measured], list[Measured]]:
@@ -65,13 +73,13 @@ def rows_of(samples: int = 0) -> tuple[list[Measured], list[Measured]]:
     usual, held = labels()
     small = answers_of("small", SMALL)
     drawn = answers_of("small", SMALL, samples) if samples else None
-    if LARGE:
-        answers = answers_of("large", LARGE)
+    if large():
+        answers = answers_of("large", large())
         found = [answers.find("large", label) for label in (*usual, *held)]
-        large = [text_of(answer) for answer in found if answer is not None]
+        texts = [text_of(answer) for answer in found if answer is not None]
     else:
-        large = scripted_large([*usual, *held])
-    parts = ((usual, large[: len(usual)]), (held, large[len(usual) :]))
+        texts = scripted_large([*usual, *held])
+    parts = ((usual, texts[: len(usual)]), (held, texts[len(usual) :]))
     one, other = (pair(part, small, answers, drawn) for part, answers in parts)
     return one, other
 
@@ -115,7 +123,7 @@ def figures(usual: Sequence[Measured], held: Sequence[Measured]) -> dict[str, An
         found["with_samples"] = {"samples": SAMPLES, **drawn}
         show(f"cascade with {SAMPLES} further answers, ten folds", drawn)
     if "pairs" in wanted:
-        found["pairs"] = by_pair(usual, Path(LARGE).stem)
+        found["pairs"] = by_pair(usual, Path(large()).stem)
         for name, each in found["pairs"].items():
             show(f"next to {name}, which is better by {each['difference']}", each)
     if "unseen" in wanted:
@@ -153,7 +161,7 @@ def main() -> int:
         print(f"not run: {error}", file=sys.stderr)
         return 1
     found = figures(usual, held)
-    told = {"bench": "cascade", "pair": [SMALL, Path(LARGE).stem or "scripted"], "results": found}
+    told = {"bench": "cascade", "pair": [SMALL, Path(large()).stem or "scripted"], "results": found}
     print(json.dumps({**told, "machine": machine()}))
     return 0
 

