@@ -232,11 +232,15 @@ def unseen(rows: Sequence[Measured], held: Sequence[Measured]) -> dict[str, Any]
 
 def router_us(rows: Sequence[Measured]) -> float:
     """Return the microseconds of a decision, the median over the prompts: features of the prompt
-    and of the answer's tokens, and the score."""
-    scorer, seconds = fit(rows, "cascade", FIRST), []
-    for row in rows:
-        began = time.perf_counter()
-        row.fault("cascade", FIRST)
-        scorer.score(row.features("cascade", FIRST))
-        seconds.append(time.perf_counter() - began)
-    return round(1e6 * statistics.median(seconds), 1)
+    and of the answer's tokens, and the score. Of five turns the least counts, as the machine's
+    other work comes in bursts that are longer than one."""
+    scorer, medians = fit(rows, "cascade", FIRST), []
+    for _ in range(5):
+        seconds = []
+        for row in rows:
+            began = time.perf_counter()
+            row.fault("cascade", FIRST)
+            scorer.score(row.features("cascade", FIRST))
+            seconds.append(time.perf_counter() - began)
+        medians.append(statistics.median(seconds))
+    return round(1e6 * min(medians), 1)
