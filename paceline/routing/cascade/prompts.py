@@ -20,7 +20,10 @@ NUM_BUCKETS: Final = 4096
 # characters of a prompt that are read: its beginning and its end, where the question stands
 _HEAD, _TAIL = 128, 384
 _LENGTHS: Final = (3, 4, 5)
-_BASE: Final = np.uint32(0x01000193)
+_BASE: Final = 0x01000193
+# what a letter is multiplied by, and what is added to a gram of each length
+_POWERS: Final = np.array([pow(_BASE, n, 1 << 32) for n in range(max(_LENGTHS))], np.uint32)
+_ADDED: Final = {n: np.uint32(n * pow(_BASE, n, 1 << 32) % (1 << 32)) for n in _LENGTHS}
 # spreads the low bits, of which a bucket is made
 _SPREAD: Final = np.uint32(0x9E3779B1)
 _WORD: Final = re.compile(rb"[a-z0-9]+|[^\sa-z0-9]")
@@ -43,13 +46,13 @@ def ngrams_of(text: str) -> NDArray[np.float32]:
     text)."""
     data = _shown(text).lower().encode("utf-8", "replace")
     letters = np.frombuffer(data, np.uint8).astype(np.uint32)
-    found = []
-    for length in _LENGTHS:
-        if len(letters) >= length:
-            hashed = np.full(len(letters) - length + 1, length, np.uint32)
-            for offset in range(length):
-                hashed = hashed * _BASE + letters[offset : len(letters) - length + 1 + offset]
-            found.append(hashed)
+    found, grams = [], letters
+    for length in range(1, min(max(_LENGTHS), len(letters)) + 1):
+        if length > 1:
+            # one letter before each gram that is shorter by one
+            grams = letters[: 1 - length] * _POWERS[length - 1] + grams[1:]
+        if length in _ADDED:
+            found.append(grams + _ADDED[length])
     words = _WORD.findall(data)
     pairs = [one + b" " + other for one, other in pairwise(words)]
     found.append(np.array([crc32(word) for word in (*words, *pairs)], np.uint32))
