@@ -15,6 +15,8 @@ namespace {
 // weights once a member is hidden behind the products. Every further member reads them once more, so
 // the rows it takes grow with the members.
 constexpr int64_t kRowsAlone = 6;
+// Rows of a product that adapters add to, at a time: whole tiles, so that there are no more of them than without.
+constexpr int64_t kAddedRows = 24;
 
 double seconds_now() {
   using Clock = std::chrono::steady_clock;
@@ -124,7 +126,7 @@ void Model::prepare_adapters(const PacelineStep& step) {
   token_adapters_.clear();
   if (!step.adapters) return;
   bool any = false;
-  rank_pad_ = 0;
+  int64_t most = 0;
   for (int64_t s = 0; s < step.sequences; ++s) {
     const Adapter* adapter = reinterpret_cast<const Adapter*>(step.adapters[s]);
     if (!adapter || step.adapter_scales[s] == 0) continue;
@@ -132,10 +134,9 @@ void Model::prepare_adapters(const PacelineStep& step) {
       throw std::invalid_argument("the adapter of sequence " + std::to_string(s) + " is of a model of " +
                                   std::to_string(adapter->layers()) + " layers");
     any = true;
-    rank_pad_ = adapter->rank() > rank_pad_ ? adapter->rank() : rank_pad_;
+    most = adapter->rank() > most ? adapter->rank() : most;
   }
   if (!any) return;
-  rank_pad_ = pad_to(rank_pad_, 16);
   const int64_t rows = step.tokens > step.sampled ? step.tokens : step.sampled;
   token_adapters_.resize(size_t(step.tokens));
   for (int64_t t = 0; t < step.tokens; ++t) {
@@ -147,7 +148,9 @@ void Model::prepare_adapters(const PacelineStep& step) {
   for (int64_t i = 0; i < step.sampled; ++i)
     sampled_adapters_[size_t(i)] = token_adapters_[size_t(step.sample_rows[i])];
   row_adapters_.resize(size_t(rows));
-  shrunk_.reserve(size_t(rows * rank_pad_) * 4);
+  shrunk_stride_ = pad_to(rows, 16);
+  shrunk_.reserve(size_t(shrunk_stride_ * most) * 4);
+  added_.reserve(size_t(team_.size() * rows) * sizeof(Sums));
   rows_.reserve(size_t(team_.size()) * size_t(pad_to(widest(), 16)) * 4 * kShrunkRows);
   find_runs(token_adapters_, token_runs_);
   find_runs(sampled_adapters_, sampled_runs_);
@@ -187,11 +190,10 @@ void Model::shrink_run(const Adapted& adapted, int64_t row, int64_t count, const
   args.rank = product->rank;
   args.scales = product->scales;
   args.factor = use.scale;
-  args.sums = reinterpret_cast<float*>(shrunk_.data()) + row * rank_pad_;
-  args.sums_stride = rank_pad_;
+  args.shrunk = {shrunk_rows() + row, shrunk_stride_};
   kernels_->shrink(args);
   for (int64_t r = 0; r < count; ++r)
-    row_adapters_[size_t(row + r)] = {product->panels.data(), args.sums + r * rank_pad_, args.floats};
+    row_adapters_[size_t(row + r)] = {product->panels.data(), args.floats};
 }
 
 template <class F>
@@ -332,20 +334,33 @@ void Model::multiply(int member, const Share& share, const Linear& linear, const
   args.out = out;
   args.out_stride = out_stride;
   args.out_bf16 = out_bf16;
-  if (adapted) args.adapters = row_adapters_.data() + share.begin;
-  const auto kernel = kernels_->gemm[int(linear.parts[0].kind())];
+  if (adapted) {
+    args.adapters = row_adapters_.data() + share.begin;
+    args.shrunk = {shrunk_rows() + share.begin, shrunk_stride_};
+    args.added = reinterpret_cast<Sums*>(added_.data()) + member * int64_t(added_.size() / sizeof(Sums)) / team_.size();
+  }
+  auto run = [this](const GemmArgs& args, Weights kind, int64_t begin, int64_t end, int64_t panel) {
+    const auto kernel = kernels_->gemm[int(kind)];
+    if (!args.adapters) return kernel(args, begin, end, panel);
+    // in parts, so that what is added to their rows is still in the first cache when these are multiplied
+    for (int64_t next; begin < end; begin = next) {
+      next = std::min(end, begin + kAddedRows);
+      kernels_->expand(args, begin, next, panel);
+      kernel(args, begin, next, panel);
+    }
+  };
   const int64_t panels = linear.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
   const int64_t block = blocks ? (rows + blocks - 1) / blocks : 0, first_panels = linear.parts[0].panel_count();
   auto compute = [&](int64_t item) {
     const int64_t begin = item / panels * block, end = begin + block < rows ? begin + block : rows;
     int64_t panel = item % panels;
-    if (panel < first_panels) return kernel(args, begin, end, panel);
+    if (panel < first_panels) return run(args, linear.parts[0].kind(), begin, end, panel);
     // outputs of further parts lie beside those of the ones before, which are float32
     GemmArgs own = args;
     for (const Matrix& part : linear.parts) {
       if (panel < part.panel_count()) {
         own.w = part.view();
-        return kernels_->gemm[int(part.kind())](own, begin, end, panel);
+        return run(own, part.kind(), begin, end, panel);
       }
       panel -= part.panel_count();
       own.first_panel += part.panel_count();

@@ -13,7 +13,7 @@
 #include "attend_i8.h"
 #include "encode.h"
 #include "softmax_exp.h"
-#include "shrink.h"
+#include "low_rank.h"
 
 namespace PL_NAMESPACE {
 
@@ -172,6 +172,7 @@ static const Kernels table = {
     store_kv,
     {attend<DotF32>, attend<DotBF16>, attend_i8},
     shrink,
+    expand,
     likeliest,
     cap_logits,
     merge_part,

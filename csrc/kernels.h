@@ -101,12 +101,20 @@ struct AdapterPanel {
   int32_t first[2] = {};
 };
 
-// A row's adapter in one product, and what it made of the row; null panels: none.
+// A row's adapter in one product; null panels: none.
 struct RowAdapter {
   const AdapterPanel* panels = nullptr;
-  const float* sums = nullptr;
   bool floats = false;
 };
+
+// What adapters made of rows: sums[k * stride + row]. Rows of a rank lie together, as they are read together.
+struct Shrunk {
+  float* sums = nullptr;
+  int64_t stride = 0;
+};
+
+// Sums of a row for a panel of outputs.
+using Sums = float[kPanel];
 
 struct GemmArgs {
   const uint8_t* a = nullptr;
@@ -126,12 +134,15 @@ struct GemmArgs {
   // by row, null: no row has one; the panels of the product that come before those of `w`
   const RowAdapter* adapters = nullptr;
   int64_t first_panel = 0;
+  Shrunk shrunk;
+  // by row, what `expand` found for the panel at hand: only for rows that have an adapter
+  Sums* added = nullptr;
 };
 
 // Most rows of a ShrinkArgs.
-constexpr int kShrunkRows = 6;
+constexpr int kShrunkRows = 12;
 
-// sums[k] of each row x: factor * scales[k] * (row k of a) x, for a multiple of kRankUnit rows of a, laid out as adapter.h
+// Sums of each row x: factor * scales[k] * (row k of a) x, for a multiple of kRankUnit rows of a, laid out as adapter.h
 // says. What becomes of a row follows from that row alone.
 struct ShrinkArgs {
   const float* x[kShrunkRows] = {};
@@ -142,8 +153,8 @@ struct ShrinkArgs {
   int64_t rank = 0;
   const float* scales = nullptr;
   float factor = 0;
-  float* sums = nullptr;
-  int64_t sums_stride = 0;
+  // from its first row on
+  Shrunk shrunk;
 };
 
 struct AttendArgs {
@@ -207,6 +218,8 @@ struct Kernels {
   void (*store_kv)(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile);
   void (*attend[3])(const AttendArgs& args);
   void (*shrink)(const ShrinkArgs& args);
+  // what adapters add to a panel, for the product that follows
+  void (*expand)(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
   // the first of the largest of n floats, n >= 1; -1 if one of them is infinite or NaN
   int32_t (*likeliest)(const float* x, int64_t n);
   // n floats become cap * tanh(x / cap), with a relative error below 5e-7; those that are not finite become NaN

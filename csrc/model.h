@@ -252,6 +252,7 @@ class Model {
     const int64_t attended = config_.heads * config_.head_dim, wide = hidden_pad_ > inner_pad_ ? hidden_pad_ : inner_pad_;
     return attended > wide ? attended : wide;
   }
+  float* shrunk_rows() const { return reinterpret_cast<float*>(shrunk_.data()); }
   // a member's own, of the widest row; of kShrunkRows in a step with adapters
   float* scratch_of(int member) {
     return reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
@@ -302,10 +303,12 @@ class Model {
   std::vector<AdapterUse> token_adapters_, sampled_adapters_;
   // first rows of the runs that `each_run` deals out, and the number of rows
   std::vector<int64_t> token_runs_, sampled_runs_;
-  // by row of the product at hand, and what adapters made of the rows, [rows, rank_pad_]
+  // by row of the product at hand, and what adapters made of the rows, see Shrunk
   std::vector<RowAdapter> row_adapters_;
   Memory shrunk_;
-  int64_t rank_pad_ = 0;
+  // for each member and row, see GemmArgs
+  Memory added_;
+  int64_t shrunk_stride_ = 0;
   AttendPlan plan_, sliding_plan_;
   Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, given_, inner_, parts_, rows_;
   // of a pass through a layer's experts: normed rows and what the router says of them; in the order of pairs what

@@ -138,11 +138,15 @@ PL_INLINE vf load_bf16(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {load_bf16_8(q), load_bf16_8(q + 1)};
 }
-PL_INLINE void load_bf16_pair(const void* p, vf& first, vf& second) {
+PL_INLINE vf load_bf16_low(const void* p) {
+  const __m256i* q = static_cast<const __m256i*>(p);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(q), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(q + 1), 16))};
+}
+PL_INLINE vf load_bf16_high(const void* p) {
   const __m256i *q = static_cast<const __m256i*>(p), high = _mm256_set1_epi32(int(0xffff0000u));
-  const __m256i a = _mm256_loadu_si256(q), b = _mm256_loadu_si256(q + 1);
-  first = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
-  second = {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))};
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(q), high)),
+          _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(q + 1), high))};
 }
 PL_INLINE __m256i round_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);

@@ -73,10 +73,9 @@ PL_INLINE vf load_bf16(const void* p) {
       _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16));
 }
 // 32 values as adapter.h keeps them: number i of the first 16 is the low half of word i, of the others the high half.
-PL_INLINE void load_bf16_pair(const void* p, vf& first, vf& second) {
-  const vi words = _mm512_loadu_si512(p);
-  first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-  second = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(int(0xffff0000u))));
+PL_INLINE vf load_bf16_low(const void* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+PL_INLINE vf load_bf16_high(const void* p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))));
 }
 PL_INLINE void store_bf16(void* p, vf x) {
 #if PL_LEVEL >= 3

@@ -79,12 +79,8 @@ PL_INLINE uint16_t u16_at(const void* p, int i) {
 }
 PL_INLINE vf load_half(const void* p) { PL_LANES(vf, half_to_float(u16_at(p, i))); }
 PL_INLINE vf load_bf16(const void* p) { PL_LANES(vf, bf16_to_float(u16_at(p, i))); }
-PL_INLINE void load_bf16_pair(const void* p, vf& first, vf& second) {
-  for (int i = 0; i < 16; ++i) {
-    first.x[i] = bf16_to_float(u16_at(p, 2 * i));
-    second.x[i] = bf16_to_float(u16_at(p, 2 * i + 1));
-  }
-}
+PL_INLINE vf load_bf16_low(const void* p) { PL_LANES(vf, bf16_to_float(u16_at(p, 2 * i))); }
+PL_INLINE vf load_bf16_high(const void* p) { PL_LANES(vf, bf16_to_float(u16_at(p, 2 * i + 1))); }
 PL_INLINE void store_bf16(void* p, vf a) {
   for (int i = 0; i < 16; ++i) {
     const uint16_t h = float_to_bf16(a.x[i]);
