@@ -75,7 +75,8 @@ def open_peft(
         raise CheckpointError(f"{folder} has no {_CONFIG}, so it is no adapter")
     where = f"{folder / _CONFIG}"
     notes = _check_fields(raw, where)
-    entries = _entries(folder)
+    pause()
+    entries = _entries(folder, pause)
     pause()
     found, left = _pairs(entries, pause)
     if left:
@@ -95,7 +96,7 @@ def open_peft(
         scale = _scale(raw, f"layers.{layer}.{module}", rank, where)
         pairs |= _split(config, layer, module, (a, b), scale, transposed=transposed)
         pause()
-    return AdapterFile.of(folder, config, pairs, max_rank=max_rank, notes=notes)
+    return AdapterFile.of(folder, config, pairs, max_rank=max_rank, notes=notes, pause=pause)
 
 
 def _check_fields(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -126,14 +127,14 @@ def _check_fields(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _entries(folder: Path) -> dict[str, SafetensorsEntry]:
+def _entries(folder: Path, pause: Callable[[], None]) -> dict[str, SafetensorsEntry]:
     names = {path.name for path in folder.iterdir()}
     if _PICKLE in names and not names & {_WEIGHTS, f"{_WEIGHTS}.index.json"}:
         raise CheckpointError(
             f"{folder} has {_PICKLE} alone. Loading a pickle can run any code, so Paceline does "
             "not: save the adapter as safetensors (save_pretrained of peft 0.7 or later does)"
         )
-    return read_entries(folder, _WEIGHTS)
+    return read_entries(folder, _WEIGHTS, pause)
 
 
 # name and place of A or B

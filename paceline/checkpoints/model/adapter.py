@@ -93,8 +93,10 @@ class AdapterFile:
         *,
         max_rank: int | None = None,
         notes: tuple[str, ...] = (),
+        pause: Callable[[], None] = lambda: None,
     ) -> AdapterFile:
-        """Check pairs against the model. Raises CheckpointError naming a tensor that does not fit.
+        """Check pairs against the model, and call ``pause`` after each. Raises CheckpointError
+        naming a tensor that does not fit.
 
         Args:
             max_rank: most ranks of a module; None: any number.
@@ -123,6 +125,7 @@ class AdapterFile:
                     )
             if not math.isfinite(pair.scale):
                 raise CheckpointError(f"{path}: {pair.names[0]} has the scale {pair.scale}")
+            pause()
         ordered = sorted(pairs.items(), key=lambda item: (item[0][0], MODULES.index(item[0][1])))
         return cls(path, tuple(pair for _, pair in ordered), notes)
 

@@ -13,6 +13,7 @@ Source: the format section of the safetensors README.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -68,8 +69,15 @@ class SafetensorsEntry:
         )
 
 
-def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
-    """Read and check the header of ``path``; the data itself is not read.
+def _go_on() -> None:
+    """Do not pause."""
+
+
+def read_safetensors_header(
+    path: Path, pause: Callable[[], None] = _go_on
+) -> dict[str, SafetensorsEntry]:
+    """Read and check the header of ``path``; the data itself is not read. Calls ``pause`` after
+    each small part of the work.
 
     Raises:
         CheckpointError: truncated, or with lengths, shapes or spans that contradict one another
@@ -93,12 +101,12 @@ def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{path}: not a safetensors file: its header starts with {raw[:8]!r}")
     header = parse_json_object(raw, f"{path}: the header")
-    data_start = 8 + length
-    entries = {
-        name: _entry(path, name, fields, data_start, size)
-        for name, fields in header.items()
-        if name != "__metadata__"
-    }
+    pause()
+    data_start, entries = 8 + length, {}
+    for name, fields in header.items():
+        if name != "__metadata__":
+            entries[name] = _entry(path, name, fields, data_start, size)
+            pause()
     _check_cover(path, entries, data_start, size)
     return entries
 
@@ -150,12 +158,14 @@ def _check_cover(
         raise CheckpointError(f"{path}: {size - position} bytes follow the last tensor")
 
 
-def read_entries(folder: Path, single: str = _SINGLE) -> dict[str, SafetensorsEntry]:
+def read_entries(
+    folder: Path, single: str = _SINGLE, pause: Callable[[], None] = _go_on
+) -> dict[str, SafetensorsEntry]:
     """Return a folder's tensors by their stored names, from the file ``single`` or the shards that
-    its index names. Raises CheckpointError where a shard is missing or the index contradicts the
-    files."""
+    its index names. Calls ``pause`` after each small part of the work. Raises CheckpointError where
+    a shard is missing or the index contradicts the files."""
     if (folder / single).is_file():
-        entries = read_safetensors_header(folder / single)
+        entries = read_safetensors_header(folder / single, pause)
         if not entries:
             raise CheckpointError(f"{folder / single} holds no tensors")
         return entries
@@ -173,7 +183,7 @@ def read_entries(folder: Path, single: str = _SINGLE) -> dict[str, SafetensorsEn
         if shard not in shards:
             if len(shards) >= MAX_SHARDS:
                 raise CheckpointError(f"{listed} names more than {MAX_SHARDS} shards")
-            shards[shard] = read_safetensors_header(folder / shard)
+            shards[shard] = read_safetensors_header(folder / shard, pause)
         if name not in shards[shard]:
             raise CheckpointError(
                 f"{folder / shard} has no tensor {name}, which the index promises"
