@@ -15,7 +15,8 @@ are N sequences at context 192 that decode a token each with M adapters between 
 * ``identical``: rows of a mixed step are the same alone, bit for bit.
 * ``flood``: a server of the default model under the policy ``fair``. Requests for eight adapters
   come at random, alone and with callers that ask for a ninth without a pause, in turns;
-  ``flood_p99_ratio`` is the 99th percentile of the first token with the flood over that without.
+  ``flood_p99_ratio`` is the 99th percentile of the first token with the flood over that without;
+  the lists are the 50th, 90th and 99th.
 * ``vllm``: 64 callers at once, for 8 adapters of the default model in its default format, over the
   same of vLLM's CPU build in bfloat16 (a peer of ``make bench NAME=peers``, which makes it), in
   turns: output tokens a second. Where it does not serve them, what it answered.

@@ -39,6 +39,8 @@ RANK: Final = 16
 THREADS: Final = choose_threads(int(os.environ["THREADS"]) if os.environ.get("THREADS") else None)
 CLOCK: Final = time.thread_time if THREADS == 1 else time.perf_counter
 PROMPT: Final = 192
+# turns of 100 steps while adapters are loaded, and as many without
+LOAD_TURNS: Final = 4 if QUICK else 8
 FORMATS: Final = os.environ.get("FORMATS", "int8/int8,q4/int8").split(",")
 # sequences, adapters
 CASES: Final = {
@@ -191,26 +193,26 @@ def loading(model: NativeModel) -> dict[str, float]:
             NativeAdapter(model.handle, layers, values, floats=False, pause=slices.pause)
 
         times = [seconds(load, time.perf_counter) for _ in range(1 + 5)][1:]
-        rows, stop = Rows(model, 8, 1, CONTEXT), threading.Event()
+        rows = Rows(model, 8, 1, CONTEXT)
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(1 + 2 * LOAD_TURNS):
+            # of turns with loads and without, since the machine changes; the first one warms up
+            stop, is_computing = threading.Event(), turn % 2 == 1
 
-        def load_on() -> None:
-            yield_to_steps()
-            while not stop.is_set():
-                load()
+            def load_on(stop: threading.Event = stop) -> None:
+                yield_to_steps()
+                while not stop.is_set():
+                    load()
 
-        def slowest() -> float:
-            steps = [
-                seconds(lambda: rows(None), time.perf_counter) for _ in range(100 if QUICK else 400)
-            ]
-            return percentile(steps, 0.99)
-
-        quiet = slowest()
-        is_computing = True
-        thread = threading.Thread(target=load_on)
-        thread.start()
-        busy = slowest()
-        stop.set()
-        thread.join()
+            thread = threading.Thread(target=load_on)
+            if is_computing:
+                thread.start()
+            taken = [seconds(lambda: rows(None), time.perf_counter) for _ in range(100)]
+            stop.set()
+            if is_computing:
+                thread.join()
+            found[is_computing] += taken if turn else []
+        quiet, busy = (percentile(found[side], 0.99) for side in (False, True))
     return {
         "load_mb": round(size / 1e6, 1),
         "load_ms": round(statistics.median(times) * 1e3, 1),
