@@ -28,9 +28,9 @@ __all__ = ["flood", "next_to_vllm"]
 NAMES: Final = tuple(f"a{index}" for index in range(8))
 # turns without and with a flood, seconds of each, and requests a second for the others: of 299
 # requests a side the largest is beyond the 99th percentile with a probability of 95 %, which four
-# a second are in 75 s. QUICK has 240 (91 %), and ends within 150 s
+# a second are in 75 s. QUICK has 224 (89 %), and ends within 150 s
 TURNS: Final = 2 if QUICK else 4
-SECONDS: Final = 30.0 if QUICK else 60.0
+SECONDS: Final = 28.0 if QUICK else 60.0
 WARM_UP: Final = 5.0
 RATE: Final = 4.0
 # callers of the flood, and seconds after which one comes back that was refused

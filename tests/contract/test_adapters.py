@@ -493,8 +493,18 @@ async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
         ({"preemption": "swap", "swap_bytes": 1 << 20}, "num_swapped_in_blocks"),
         ({"preemption": "recompute"}, "num_recomputed_tokens"),
         ({"speculative_config": NGRAM, "num_blocks": 200}, "num_accepted_tokens"),
+        # two adapters of three at once, next to rows without one, prompts in parts
+        (
+            {
+                "preemption": "recompute",
+                "max_adapters": 2,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 16,
+            },
+            "num_recomputed_tokens",
+        ),
     ],
-    ids=["swap", "recompute", "speculation"],
+    ids=["swap", "recompute", "speculation", "cap"],
 )
 async def test_what_the_scheduler_does_changes_no_answer(
     folder: Path, settings: dict[str, Any], counter: str
