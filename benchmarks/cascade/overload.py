@@ -20,7 +20,8 @@ from paceline.bench.calibrate.fitting import Measured, fit, outcomes_of, scores_
 from paceline.routing.cascade import Easing, pick_threshold
 from paceline.routing.cascade.router import CascadeRouter
 from paceline.sim.arrival import Arrival, Served
-from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
+from paceline.sim.pool import Pool, ReplicaSpec
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 
 __all__ = ["overload"]

@@ -47,7 +47,7 @@ from benchmarks.fleet.blocks import model_flags, prompt
 from paceline.bench.machine import machine
 from paceline.sim.plan.apart import ApartLoad, best_ways, pool_of, run_way
 from paceline.sim.plan.split import decode_step, prompt_step
-from paceline.sim.simulator import Pool
+from paceline.sim.pool import Pool
 from paceline.sim.step_times.spec import Source, open_step_times
 from paceline.sim.transfer import KVTransfer
 

@@ -20,7 +20,8 @@ from paceline.fleet.controller import Scale, Spec
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.fleet import FleetRouter
-from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
+from paceline.sim.pool import Pool, ReplicaSpec
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 
 __all__ = ["autoscale", "thousand"]

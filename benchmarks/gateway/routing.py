@@ -23,7 +23,8 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.routing import LeastOutstanding, PredictedRouter, PrefixAffinity, RoundRobin, Router
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import ReplicaConfig
-from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
+from paceline.sim.pool import Pool, ReplicaSpec
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 
 __all__ = ["routing"]

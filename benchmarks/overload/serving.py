@@ -20,7 +20,8 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import ReplicaConfig
-from paceline.sim.simulator import Again, PlanObserver, Pool, Simulator
+from paceline.sim.pool import Pool
+from paceline.sim.simulator import Again, PlanObserver, Simulator
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.workload.arrivals import renewal
 

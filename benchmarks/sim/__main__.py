@@ -56,9 +56,10 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.live import DecisionLog, run_live
+from paceline.sim.pool import Pool
 from paceline.sim.recording import Recording
 from paceline.sim.replica import Delays, ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator, Totals
+from paceline.sim.simulator import Simulator, Totals
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.recorded import RecordedStepTimes, fit_delays

@@ -32,10 +32,11 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.routing.routers import LeastOutstanding
 from paceline.sim.live import DecisionLog
+from paceline.sim.pool import Pool, ReplicaSpec
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.metrics import Metrics
 from paceline.sim.report.table import text_table
-from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.workload.spec import open_workload
 

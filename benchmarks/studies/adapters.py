@@ -20,9 +20,10 @@ from benchmarks.studies.common import Study
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.sim.adapters import AdapterSettings
 from paceline.sim.arrival import Arrival, Served
+from paceline.sim.pool import Pool, ReplicaSpec
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.table import text_table
-from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.workload.spec import open_workload
 
 __all__ = ["STUDY"]

@@ -26,9 +26,10 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served
+from paceline.sim.pool import Pool
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.table import text_table
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 
 __all__ = ["STUDY"]
 

@@ -20,10 +20,11 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.routing.routers import LeastOutstanding
 from paceline.sim.arrival import Arrival
+from paceline.sim.pool import Pool, ReplicaSpec
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.metrics import Metrics
 from paceline.sim.report.steps import StepWatcher
-from paceline.sim.simulator import Pool, ReplicaSpec, Simulator, Totals
+from paceline.sim.simulator import Simulator, Totals
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.step_times.models import ModelShape
 

@@ -18,10 +18,10 @@ from benchmarks.studies.common import BLOCK_SIZE, KV_BYTES, PLAIN, Machine, Stud
 from paceline.routing.routers import LeastOutstanding
 from paceline.sim.plan.search import Target, highest_rate
 from paceline.sim.plan.split import estimate_split
+from paceline.sim.pool import Disaggregation, Pool
 from paceline.sim.report.metrics import Summary
 from paceline.sim.report.plots import plot_curves
 from paceline.sim.report.table import text_table
-from paceline.sim.simulator import Disaggregation, Pool
 from paceline.sim.transfer import KVTransfer
 from paceline.sim.workload.spec import open_workload
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from benchmarks.studies.common import Run, Study, replica, serve
 from paceline.core.outputs import SchedulerOutput
 from paceline.sim.arrival import Arrival
+from paceline.sim.pool import ReplicaSpec
 from paceline.sim.report.table import text_table
-from paceline.sim.simulator import ReplicaSpec
 from paceline.sim.workload.spec import open_workload
 
 __all__ = ["CPU", "KINDS", "STUDY"]

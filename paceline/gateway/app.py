@@ -20,7 +20,6 @@ from typing import Any, Final
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paceline.errors import ConfigError
 from paceline.gateway.billing.admission import Admission, Admitted, tokens_of
 from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
@@ -42,7 +41,6 @@ from paceline.gateway.routing.picker import Picker
 from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.settings.engine_types import is_vectors
-from paceline.gateway.settings.engines import PoolMembers, parse_members
 from paceline.gateway.settings.prices import Used
 from paceline.gateway.upstreams.dialects import anthropic_type
 from paceline.gateway.upstreams.discovery import Discovery, resolve
@@ -64,8 +62,6 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
-# body of a pool's ``PUT``
-_MAX_POOL_BYTES: Final = 1 << 20
 # paths whose requests count against rate limits
 _LIMITED: Final = RELAYED | COUNTING
 # settings of objects that are built once, at start
@@ -99,8 +95,9 @@ class Gateway:
         self.config, self._page = config, page
         self.now = now
         self.keys = keys
+        self._admin = AdminRoutes(self)
         self.upstreams = UpstreamRegistry(config, now, self._tick)
-        self._discovery = Discovery(self.upstreams.pools, self._tell_pool, now, resolve)
+        self._discovery = Discovery(self.upstreams.pools, self._admin.tell_pool, now, resolve)
         self.routes = Routes(config, self.upstreams.by_name, self.upstreams.pools)
         self.slow_readers = SlowReaders()
         self.metrics = GatewayMetrics()
@@ -124,7 +121,6 @@ class Gateway:
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self.policy = data_policy(config)
         self.cascades = _cascades(self, config, NO_CASCADES)
-        self._admin = AdminRoutes(self)
         self.stored = StoredObjects(self)
         self._counting = Counting(self, self.stored)
 
@@ -185,7 +181,7 @@ class Gateway:
                 known = ", ".join(self.upstreams.pools) or "none"
                 raise HttpError(404, f"there is no pool {name[:80]!r}; there are: {known}")
             if method == "PUT":
-                await _send(send, *await self._set_pool(name, incoming))
+                await _send(send, *await self._admin.set_pool(name, incoming))
                 return
         if handler is not None:
             if method not in ("GET", "HEAD"):
@@ -211,7 +207,7 @@ class Gateway:
             raise HttpError(404, f"there is no {path[:100]} here")
         if method != "POST":
             raise HttpError(405, f"{path} takes POST, not {method}")
-        await _send(send, *self._drain(match[1], match[2] == "drain"))
+        await _send(send, *self._admin.drain(match[1], match[2] == "drain"))
 
     # ---------------------------------------------------------------- requests
 
@@ -424,39 +420,6 @@ class Gateway:
             longest_prompt=longest,
             least_prompt=least_tokens(path, body.fields) if is_long else 0.0,
         )
-
-    async def _set_pool(self, name: str, incoming: IncomingRequest) -> tuple[int, str, bytes]:
-        """Take in what a pool's controller says; answer with what is known of its engines."""
-        data = await incoming.read_json(_MAX_POOL_BYTES)
-        if (pool := self.upstreams.pools.get(name)) is None:
-            raise HttpError(404, f"pool {name[:80]!r} was removed while its controller spoke")
-        if pool.config.dns:
-            raise HttpError(409, f"pool {name}: its engines are the addresses of {pool.config.dns}")
-        try:
-            told = parse_members(data, pool.config)
-        except ConfigError as error:
-            raise HttpError(400, str(error)) from None
-        self._tell_pool(name, told)
-        return as_json(200, self._admin.pool(name))
-
-    def _tell_pool(self, name: str, told: PoolMembers) -> None:
-        """Apply what a pool has now. Raises HttpError, see ``UpstreamRegistry.set_pool``."""
-        if self.upstreams.set_pool(name, told):
-            self.routes.refresh()
-            _log.info(
-                "pool_told pool=%s epoch=%d version=%d engines=%d draining=%d",
-                name, told.epoch, told.version, len(told.engines), len(told.draining),
-            )  # fmt: skip
-            self.flow_control.pump()
-
-    def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:
-        upstream = self.upstreams.by_name.get(name)
-        if upstream is None:
-            known = ", ".join(sorted(self.upstreams.by_name))
-            raise HttpError(404, f"there is no engine {name}; there are {known}")
-        upstream.drain(on=drain, now=self.now())
-        _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
-        return as_json(200, {"engine": name, "draining": drain, "requests": len(upstream.running)})
 
 
 def _cascades(gateway: Gateway, config: GatewayConfig, before: NoCascades) -> NoCascades:

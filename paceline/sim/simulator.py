@@ -22,24 +22,19 @@ from paceline.errors import ConfigError
 from paceline.routing import (
     Demand,
     HandOvers,
-    LeastOutstanding,
     PredictedRouter,
     Pressure,
     Router,
     hash_chain,
 )
 from paceline.sim.arrival import Arrival, Served
+from paceline.sim.pool import Disaggregation, Pool, ReplicaSpec
 from paceline.sim.prompts import PromptMaker
 from paceline.sim.replica import Job, Replica, ReplicaConfig
-from paceline.sim.step_times.base import StepTimes
-from paceline.sim.transfer import KVTransfer
 
 __all__ = [
     "Again",
-    "Disaggregation",
     "PlanObserver",
-    "Pool",
-    "ReplicaSpec",
     "Simulator",
     "Totals",
 ]
@@ -50,63 +45,6 @@ PlanObserver = Callable[[int, SchedulerOutput, float, float, float], None]
 Again = Callable[[Served, float], Arrival | None]
 # mean output length that routers assume before they have seen an output
 _FIRST_GUESS = 256.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSpec:
-    """Configuration and speed of one engine."""
-
-    config: ReplicaConfig
-    step_times: StepTimes
-
-
-@dataclass(frozen=True, slots=True)
-class Disaggregation:
-    """A second set of replicas that takes over requests after their first token (DistServe,
-    OSDI'24, arXiv 2401.09670). Their prefix cache must be on: the keys and values arrive there, in
-    whole blocks; the rest of the last block is computed again.
-
-    With ``split_above`` each request is decided on as the gateway does: shorter prompts, and those
-    that ``HandOvers`` says so of, are computed where the answer is made. Both routers are then
-    ``PredictedRouter``.
-    """
-
-    decode: Sequence[ReplicaSpec]
-    transfer: KVTransfer
-    router: Router
-    # None: every request is handed over
-    split_above: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.split_above is not None and not isinstance(self.router, PredictedRouter):
-            raise ConfigError("split_above needs routers that predict")
-        if not self.decode:
-            raise ConfigError("disaggregation needs at least one decode replica")
-        for spec in self.decode:
-            if not spec.config.cache.enable_prefix_caching:
-                raise ConfigError("decode replicas need enable_prefix_caching: KV arrives there")
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The replicas of one model."""
-
-    replicas: Sequence[ReplicaSpec]
-    router: Router
-    disaggregation: Disaggregation | None = None
-
-    def __post_init__(self) -> None:
-        apart = self.disaggregation
-        decides = apart is not None and apart.split_above is not None
-        if decides and not isinstance(self.router, PredictedRouter):
-            raise ConfigError("split_above needs routers that predict")
-        if not self.replicas:
-            raise ConfigError("a pool needs at least one replica")
-
-    @classmethod
-    def single(cls, config: ReplicaConfig, step_times: StepTimes) -> Pool:
-        """Make a pool of one replica."""
-        return cls((ReplicaSpec(config, step_times),), LeastOutstanding())
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from paceline.engine.recorder import FileRecorder
 from paceline.errors import ConfigError
 from paceline.sim.adapters import AdapterSettings
 from paceline.sim.arrival import Arrival, Served
+from paceline.sim.pool import Pool
 from paceline.sim.recording import Recording
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.step_times.recorded import RecordedStepTimes
 from paceline.sim.workload.base import WorkloadError

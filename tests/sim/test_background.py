@@ -11,8 +11,9 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.live import run_live
+from paceline.sim.pool import Pool
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 
 LINES = 120
 PEOPLE = 4

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from benchmarks.overload.serving import as_served
 from paceline.sim.arrival import Arrival, Served
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.pool import Pool
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 
 PLACES, OUTPUT, STEP = 4, 25, 0.04

@@ -15,8 +15,9 @@ from paceline.engine.recorder import FileRecorder, Recorders
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.minutes import recording_of, workload_of
+from paceline.sim.pool import Pool
 from paceline.sim.recording import Recording
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.step_times.recorded import RecordedStepTimes, step_intervals
 from paceline.sim.workload.spec import open_workload

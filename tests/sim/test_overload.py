@@ -13,8 +13,9 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served
+from paceline.sim.pool import Pool
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.workload.spec import open_workload
 
 SECONDS = 25.0

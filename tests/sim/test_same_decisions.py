@@ -15,8 +15,9 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
 from paceline.engine.recorder import Recorders
 from paceline.sim.live import DecisionLog, run_live
+from paceline.sim.pool import Pool
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.timeline.codec import Decoder
 from paceline.timeline.collect import Collector, Frames

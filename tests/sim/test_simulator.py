@@ -15,8 +15,9 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.errors import ConfigError
 from paceline.routing import LeastOutstanding, PredictedRouter, make_router
 from paceline.sim.arrival import Arrival, Served
+from paceline.sim.pool import Disaggregation, Pool, ReplicaSpec
 from paceline.sim.replica import Delays, ReplicaConfig
-from paceline.sim.simulator import Disaggregation, Pool, ReplicaSpec, Simulator, Totals
+from paceline.sim.simulator import Simulator, Totals
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.transfer import KVTransfer
 from tests.sim.workloads import bursty

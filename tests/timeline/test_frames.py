@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.sim.pool import Pool
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.workload.spec import open_workload
 from paceline.timeline.codec import Decoder

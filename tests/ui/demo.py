@@ -17,8 +17,9 @@ from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.sim.arrival import Arrival
+from paceline.sim.pool import Pool
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.timeline.codec import Decoder, encode
 from paceline.timeline.collect import Frames

@@ -30,7 +30,8 @@ from paceline.backends.runner.interface import (
     RowAdapter,
     WindowedModel,
 )
-from paceline.backends.runner.sampling import PreparedSampling, PromptLogprobs, SampleRow
+from paceline.backends.runner.sampling import SampleRow
+from paceline.backends.runner.slot import Slot
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
     DRAFT_MODEL,
@@ -41,8 +42,7 @@ from paceline.core.outputs import (
     TokenLogprobs,
 )
 from paceline.core.request import MOST_DRAFT_TOKENS
-from paceline.core.sampling_params import SamplingParams
-from paceline.errors import NAN_LOGITS, NOTHING_LEFT, InvalidRequestError, PacelineError
+from paceline.errors import NAN_LOGITS, NOTHING_LEFT, PacelineError
 
 __all__ = ["ModelRunner"]
 
@@ -56,51 +56,6 @@ _NOTHING_LEFT: Final = (
     f"{NOTHING_LEFT}: the grammar, allowed_token_ids, bad_words and min_tokens of this request "
     "forbid all of them"
 )
-# settings in place of a refused request's; its rows run, their tokens are dropped
-_REFUSED: Final = SamplingParams(max_tokens=1, temperature=0.0)
-
-
-class _Slot:
-    """State of one request besides its row in the arrays."""
-
-    __slots__ = (
-        "adapter",
-        "adapter_scale",
-        "constraint",
-        "draft_sampling",
-        "drafting_failed",
-        "error",
-        "index",
-        "is_new",
-        "num_blocks",
-        "num_prompt_tokens",
-        "prompt_logprobs",
-        "sampling",
-    )
-
-    def __init__(self, index: int, new: NewRequest, vocab_size: int) -> None:
-        self.index = index
-        self.num_prompt_tokens = new.num_prompt_tokens
-        self.num_blocks = len(new.block_ids)
-        self.adapter, self.adapter_scale = new.adapter, new.adapter_scale
-        # whether none of its rows has run yet
-        self.is_new = True
-        # reason for which its rows yield no tokens; None: they do
-        self.error: str | None = None
-        self.constraint: OutputConstraint | None = None
-        self.prompt_logprobs: PromptLogprobs | None = None
-        # settings for drafts, made with the first one; then whether drafting failed
-        self.draft_sampling: PreparedSampling | None = None
-        self.drafting_failed = False
-        wanted = new.sampling.prompt_logprobs
-        if wanted is not None:
-            prompt = new.token_ids[: new.num_prompt_tokens]
-            self.prompt_logprobs = PromptLogprobs(prompt, wanted)
-        try:
-            self.sampling = PreparedSampling(new.sampling, vocab_size)
-        except InvalidRequestError as error:
-            self.sampling = PreparedSampling(_REFUSED, vocab_size)
-            self.error = str(error)
 
 
 class ModelRunner:
@@ -137,7 +92,7 @@ class ModelRunner:
         self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         blocks = -(-max_model_len // block_size)
         self._tables = np.zeros((max_num_seqs, blocks), dtype=np.int32)
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
         self._free = list(range(max_num_seqs))
         self._matchers: MatcherSource | None = None
         self._mask_thread: Executor | None = None
@@ -226,7 +181,7 @@ class ModelRunner:
     def _add(self, new: NewRequest) -> None:
         if not self._free:
             self._grow()
-        slot = _Slot(self._free.pop(), new, self._vocab_size)
+        slot = Slot(self._free.pop(), new, self._vocab_size)
         self._slots[new.request_id] = slot
         if new.sampling.grammar is not None:
             if self._matchers is None:
@@ -250,7 +205,7 @@ class ModelRunner:
         self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
 
     def _make(
-        self, draft: Drafting, plan: SchedulerOutput, slots: Sequence[_Slot]
+        self, draft: Drafting, plan: SchedulerOutput, slots: Sequence[Slot]
     ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
         """Return the draft model's drafts, by row, where the plan leaves them to the backend; then
         ``StepResult.caught_up`` and ``StepResult.behind`` in the same order."""
@@ -286,7 +241,7 @@ class ModelRunner:
     def _execute_sorted(
         self,
         rows: Sequence[ScheduledRow],
-        slots: Sequence[_Slot],
+        slots: Sequence[Slot],
         drafts: Mapping[int, Sequence[int]],
     ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
         """Run ``_execute`` with rows of one adapter next to each other, which share its matrices;
@@ -307,7 +262,7 @@ class ModelRunner:
     def _execute(
         self,
         rows: Sequence[ScheduledRow],
-        slots: Sequence[_Slot],
+        slots: Sequence[Slot],
         drafts: Mapping[int, Sequence[int]],
     ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
         if not rows:
@@ -368,7 +323,7 @@ class ModelRunner:
         forbidden = masks.result() if masks else {}
         return self._sample(rows, slots, draws, drafts, logits, likeliest, forbidden)
 
-    def _adapters_of(self, slots: Sequence[_Slot]) -> list[RowAdapter | None] | None:
+    def _adapters_of(self, slots: Sequence[Slot]) -> list[RowAdapter | None] | None:
         """Return the adapter of each row; None: no row has one."""
         if not self.adapters or all(slot.adapter < 0 for slot in slots):
             return None
@@ -382,7 +337,7 @@ class ModelRunner:
     def _start_masks(
         self,
         rows: Sequence[ScheduledRow],
-        slots: Sequence[_Slot],
+        slots: Sequence[Slot],
         sampling: Sequence[int],
         drafts: Mapping[int, Sequence[int]],
     ) -> Future[Masks] | None:
@@ -398,7 +353,7 @@ class ModelRunner:
             return None
         return self._mask_thread.submit(self._fill_masks, jobs)
 
-    def _unread(self, slot: _Slot, end: int) -> list[int]:
+    def _unread(self, slot: Slot, end: int) -> list[int]:
         """Return the output before position ``end`` that the matcher has not taken in yet."""
         assert slot.constraint is not None
         first = slot.num_prompt_tokens + slot.constraint.num_read
@@ -461,7 +416,7 @@ class ModelRunner:
                 slot.prompt_logprobs = None
         return tuple(taken)
 
-    def _extend_tables(self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot]) -> None:
+    def _extend_tables(self, rows: Sequence[ScheduledRow], slots: Sequence[Slot]) -> None:
         """Append the rows' new blocks, and clear each block that a request writes from its first
         position on, since a former owner's values must not reach a padded product."""
         fresh: list[int] = []
@@ -483,7 +438,7 @@ class ModelRunner:
     def _sample(
         self,
         rows: Sequence[ScheduledRow],
-        slots: Sequence[_Slot],
+        slots: Sequence[Slot],
         draws: Sequence[tuple[int, int]],
         drafts: Mapping[int, Sequence[int]],
         logits: Logits,

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +19,17 @@ from paceline.cli.flags.arguments import (
     parts_of,
     size_with_unit,
 )
-from paceline.cli.flags.plugins import listed_policies, load_policy, policy_names
+from paceline.cli.flags.plugins import listed_policies
 from paceline.cli.flags.scheduling_options import (
-    ADMISSION,
-    SCHEDULING,
     add_flags,
-    default_settings,
-    given_settings,
-    naming_flags,
 )
+from paceline.cli.simulation.simulated_pool import FLAGS, pool_of
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.sim.adapters import AdapterSettings
     from paceline.sim.arrival import Arrival
-    from paceline.sim.replica import ReplicaConfig
+    from paceline.sim.pool import Pool
     from paceline.sim.report.metrics import Metrics, Summary
-    from paceline.sim.simulator import Pool
-    from paceline.sim.step_times.spec import Source
     from paceline.timeline.collect import Collector
 
 __all__ = ["add_parser"]
@@ -52,12 +45,6 @@ Step times: roofline:HARDWARE,MODEL[,DEGREE], recorded:FILE (of paceline serve -
 profile:FOLDER[,PREFIX][,link=GB/S][,latency=TIME][,graphs=N][,host=TIME],
 fixed:SECONDS[,SECONDS_PER_TOKEN].
 """
-# number of blocks where no recording gives it
-_NUM_BLOCKS = 8192
-_BLOCK_SIZE = 16
-_MAX_MODEL_LEN = 32_768
-# flags of ``paceline serve``; several policies may be given, for a comparison
-_FLAGS = tuple(flag for flag in (*SCHEDULING, *ADMISSION) if flag.name != "--scheduling-policy")
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -108,7 +95,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group = parser.add_argument_group(
         "engine (defaults: those of the recording, else of paceline serve, without --swap-space)"
     )
-    add_flags(group, _FLAGS, None)
+    add_flags(group, FLAGS, None)
     group.add_argument("--max-model-len", type=bounded_int(1))
     group.add_argument("--num-blocks", type=bounded_int(1), help="of the KV cache")
     group.add_argument("--block-size", type=bounded_int(1), help="tokens per KV block")
@@ -211,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--timeline shows one simulation, but there are {len(points)}")
     # made here first, so that errors are reported before anything runs
     for point in points:
-        _pool(point)
+        pool_of(point.args, point.policy)
     if args.jobs > 1 and len(points) > 1:
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
@@ -322,7 +309,7 @@ def _simulate(point: _Point) -> _Result:
     # a simulation makes no cycles, but objects for every token, which the collector would scan
     gc.disable()
     try:
-        pool = _pool(point)
+        pool = pool_of(point.args, point.policy)
         workload = open_workload(point.args.workload, seed=point.args.seed)
         metrics = Metrics()
         stream = _Counted(_progress(speed_up(workload, point.speedup), point))
@@ -409,113 +396,3 @@ def _progress(arrivals: Iterable[Arrival], point: _Point) -> Iterator[Arrival]:
     label = point.policy or "simulating"
     # disable=None: no bar when standard error is not a terminal
     yield from tqdm(arrivals, desc=label, unit=" requests", disable=None, file=sys.stderr)
-
-
-def _pool(point: _Point) -> Pool:
-    from paceline.routing import make_router
-    from paceline.sim.simulator import Disaggregation, Pool, ReplicaSpec
-    from paceline.sim.step_times.models import ModelShape
-    from paceline.sim.step_times.spec import open_step_times
-    from paceline.sim.transfer import KVTransfer
-
-    args = point.args
-    decoding = args.decode_replicas or 0
-    models = ModelShape.read(args.model_shape) if args.model_shape else ()
-    first = open_step_times(args.step_times, seed=args.seed, models=models)
-    others = range(1, args.replicas + decoding)
-    sources = [first, *(first.another(args.seed + index) for index in others)]
-    config = _config(point, sources[0])
-    specs = [ReplicaSpec(config, source.times) for source in sources]
-    split = None
-    if decoding:
-        per_token = sources[0].kv_bytes_per_token
-        if per_token is None:
-            raise ConfigError(
-                f"--decode-replicas: {args.step_times} does not say how many bytes of KV cache a "
-                "token takes; use roofline or profile step times"
-            )
-        transfer = KVTransfer(per_token, 1e9 * args.kv_bandwidth)
-        split = Disaggregation(specs[args.replicas :], transfer, make_router(args.router))
-    return Pool(specs[: args.replicas], make_router(args.router), split)
-
-
-def _config(point: _Point, source: Source) -> ReplicaConfig:
-    """Return the recorded engine's settings, or ``paceline serve``'s, with the flags applied."""
-    from paceline.core.config import CacheConfig, SchedulerConfig
-    from paceline.sim.replica import ReplicaConfig
-
-    args = point.args
-    if point.policy is not None and point.policy not in policy_names():
-        known = ", ".join(sorted(policy_names()))
-        raise ConfigError(f"unknown policy {point.policy!r}; known: {known}")
-    config = source.config
-    if config is None:
-        block_size = args.block_size or _BLOCK_SIZE
-        served = default_settings((*SCHEDULING, *ADMISSION))
-        config = ReplicaConfig(
-            scheduler=SchedulerConfig(max_model_len=_MAX_MODEL_LEN, **_of(SchedulerConfig, served)),
-            cache=CacheConfig(
-                block_size=block_size,
-                num_blocks=source.num_blocks(block_size) or _NUM_BLOCKS,
-                **_of(CacheConfig, served),
-            ),
-        )
-    # the recorded engine's policy may be another package's
-    load_policy(point.policy or config.scheduler.policy)
-    given = given_settings(args, _FLAGS)
-    if point.policy is not None:
-        given["policy"] = point.policy
-    for name in ("max_model_len", "num_blocks", "block_size"):
-        if getattr(args, name) is not None:
-            given[name] = getattr(args, name)
-    if args.max_loras is not None:
-        given["max_adapters"] = args.max_loras
-    if args.no_enable_prefix_caching:
-        given["enable_prefix_caching"] = False
-    if args.swap_space is not None:
-        given |= _host_memory(args, source, args.block_size or config.cache.block_size)
-    with naming_flags():
-        scheduler = replace(config.scheduler, **_of(SchedulerConfig, given))
-    return replace(
-        config,
-        scheduler=scheduler,
-        cache=replace(config.cache, **_of(CacheConfig, given)),
-        pipeline_depth=given.get("pipeline_depth", config.pipeline_depth),
-        max_tokens=args.max_tokens,
-        acceptance=args.acceptance,
-        adapters=_adapters(args, source),
-    )
-
-
-def _adapters(args: argparse.Namespace, source: Source) -> AdapterSettings:
-    """Return sizes as given, and speeds as a recording shows them."""
-    from paceline.sim.adapters import AdapterSettings
-    from paceline.sim.step_times.recorded import RecordedStepTimes
-
-    most = args.lora_memory
-    sized = AdapterSettings(args.adapter_size, *(() if most is None else (most,)))
-    if isinstance(source.times, RecordedStepTimes) and any(source.times.adapter_rates):
-        read_byte, product = source.times.adapter_rates
-        # a product is of a value of two bytes
-        return replace(sized, read_byte=read_byte, row_byte=product / 2)
-    return sized
-
-
-def _host_memory(args: argparse.Namespace, source: Source, block_size: int) -> dict[str, Any]:
-    per_token = source.kv_bytes_per_token
-    if per_token is None:
-        raise ConfigError(
-            f"--swap-space: {args.step_times} does not say how many bytes of KV cache a token "
-            "takes; use roofline or profile step times"
-        )
-    block_bytes = per_token * block_size
-    return {
-        "num_host_blocks": int(args.swap_space / block_bytes),
-        "swap_block_seconds": block_bytes / (1e9 * args.kv_bandwidth),
-    }
-
-
-def _of(config: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return those ``values`` that are fields of ``config``."""
-    names = {field.name for field in fields(config)}
-    return {name: value for name, value in values.items() if name in names}

@@ -335,8 +335,9 @@ def _simulate(
     arrivals: Sequence[Arrival],
     prefix_block: int,
 ) -> Iterator[dict[str, Any]]:
+    from paceline.sim.pool import Pool
     from paceline.sim.report.metrics import Metrics
-    from paceline.sim.simulator import Pool, Simulator
+    from paceline.sim.simulator import Simulator
     from paceline.sim.workload.shaping import speed_up
     from paceline.timeline.collect import Frames
 

@@ -1,7 +1,8 @@
-"""Routes about the gateway itself: models, health, status, metrics."""
+"""Routes about the gateway itself: models, health, status, metrics, pools and drained engines."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
@@ -9,13 +10,16 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from paceline import __version__
+from paceline.errors import ConfigError
 from paceline.gateway.billing.spending import Spending
 from paceline.gateway.observability.metrics import GatewayMetrics
+from paceline.gateway.requests.incoming import IncomingRequest
 from paceline.gateway.routing.data_policy import DataPolicy
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.routes import Routes
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import KINDS
+from paceline.gateway.settings.engines import PoolMembers, parse_members
 from paceline.gateway.settings.prices import show_amount
 from paceline.gateway.upstreams.capabilities import CAPABILITIES
 from paceline.gateway.upstreams.registry import UpstreamRegistry
@@ -31,7 +35,11 @@ __all__ = ["AdminAnswer", "AdminRoutes", "GatewayState", "as_json", "pool_in"]
 AdminAnswer = tuple[int, str, bytes]
 
 
+_log = logging.getLogger("paceline.gateway")
+
 _SHORT: Final = Demand(100.0, 100.0, 100.0)
+# body of a pool's ``PUT``
+_MAX_POOL_BYTES: Final = 1 << 20
 _POOL: Final = re.compile(r"/admin/pools/([^/]{1,256})")
 
 
@@ -96,6 +104,40 @@ class AdminRoutes:
         if name in self._gateway.upstreams.pools:
             return lambda key: as_json(200, self.pool(name))
         return self._handlers.get(path)
+
+    async def set_pool(self, name: str, incoming: IncomingRequest) -> AdminAnswer:
+        """Take in what a pool's controller says; answer with what is known of its engines."""
+        data = await incoming.read_json(_MAX_POOL_BYTES)
+        if (pool := self._gateway.upstreams.pools.get(name)) is None:
+            raise HttpError(404, f"pool {name[:80]!r} was removed while its controller spoke")
+        if pool.config.dns:
+            raise HttpError(409, f"pool {name}: its engines are the addresses of {pool.config.dns}")
+        try:
+            told = parse_members(data, pool.config)
+        except ConfigError as error:
+            raise HttpError(400, str(error)) from None
+        self.tell_pool(name, told)
+        return as_json(200, self.pool(name))
+
+    def tell_pool(self, name: str, told: PoolMembers) -> None:
+        """Apply what a pool has now. Raises HttpError, see ``UpstreamRegistry.set_pool``."""
+        if self._gateway.upstreams.set_pool(name, told):
+            self._gateway.routes.refresh()
+            _log.info(
+                "pool_told pool=%s epoch=%d version=%d engines=%d draining=%d",
+                name, told.epoch, told.version, len(told.engines), len(told.draining),
+            )  # fmt: skip
+            self._gateway.flow_control.pump()
+
+    def drain(self, name: str, drain: bool) -> AdminAnswer:
+        """Let an engine take no new requests, or take them again."""
+        upstream = self._gateway.upstreams.by_name.get(name)
+        if upstream is None:
+            known = ", ".join(sorted(self._gateway.upstreams.by_name))
+            raise HttpError(404, f"there is no engine {name}; there are {known}")
+        upstream.drain(on=drain, now=self._gateway.now())
+        _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
+        return as_json(200, {"engine": name, "draining": drain, "requests": len(upstream.running)})
 
     def pool(self, name: str) -> Mapping[str, Any]:
         """Describe a pool as its gateway sees it, also in answer to ``PUT``."""

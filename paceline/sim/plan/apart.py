@@ -13,9 +13,10 @@ from statistics import median
 from paceline.routing import PredictedRouter
 from paceline.sim.plan.search import Found, Target, highest_rate
 from paceline.sim.plan.split import prompt_step
+from paceline.sim.pool import Disaggregation, Pool, ReplicaSpec
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.metrics import Metrics, Summary
-from paceline.sim.simulator import Disaggregation, Pool, ReplicaSpec, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.transfer import KVTransfer
 from paceline.sim.workload.spec import open_workload

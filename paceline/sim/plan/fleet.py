@@ -22,9 +22,10 @@ from paceline.routing import make_router
 from paceline.sim.arrival import Arrival
 from paceline.sim.fleet import FleetRouter
 from paceline.sim.plan.search import Found, Target, smallest_fleet
+from paceline.sim.pool import Pool, ReplicaSpec
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report.metrics import Metrics, Summary
-from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
 from paceline.sim.step_times.spec import Source

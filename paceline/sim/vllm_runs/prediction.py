@@ -34,8 +34,9 @@ from paceline.core.request import Request
 from paceline.errors import ConfigError
 from paceline.routing import LeastOutstanding
 from paceline.sim.arrival import Served
+from paceline.sim.pool import Pool, ReplicaSpec
 from paceline.sim.replica import Delays, ReplicaConfig
-from paceline.sim.simulator import PlanObserver, Pool, ReplicaSpec, Simulator
+from paceline.sim.simulator import PlanObserver, Simulator
 from paceline.sim.step_times.experts import ExpertGroup
 from paceline.sim.step_times.profile import ProfileStepTimes
 from paceline.sim.vllm_runs.runs import VllmRun

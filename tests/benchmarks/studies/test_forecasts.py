@@ -12,8 +12,9 @@ from benchmarks.studies.ablation import CPU, LENGTHS, Noisy
 from benchmarks.studies.forecasts import ARRIVALS, EVERY, SEEDS, WORKLOAD, _errors, run_of
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.sim.arrival import Served
+from paceline.sim.pool import Pool
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.workload.spec import open_workload
 
 JUDGED = range(40, 90)

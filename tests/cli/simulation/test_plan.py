@@ -20,8 +20,8 @@ from paceline.core.policies import POLICIES
 from paceline.sim.plan.apart import ApartLoad, Comparison, Way
 from paceline.sim.plan.models import find_model
 from paceline.sim.plan.search import Found
+from paceline.sim.pool import Pool
 from paceline.sim.report.metrics import Metrics
-from paceline.sim.simulator import Pool
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
 from tests.backends.torch.heads import save_eagle3

@@ -16,7 +16,7 @@ import pytest
 from paceline.cli.flags.options import engine_settings
 from paceline.cli.flags.scheduling_options import ADMISSION, SCHEDULING
 from paceline.cli.main import build_parser, main
-from paceline.cli.simulation import simulate
+from paceline.cli.simulation.simulated_pool import pool_of
 from paceline.core.config import SchedulerConfig
 from paceline.core.policies import POLICIES, FcfsPolicy
 from paceline.sim.step_times.spec import open_step_times
@@ -211,7 +211,7 @@ def test_it_has_every_flag_of_a_server_that_changes_what_is_decided(
 
 def test_without_a_recording_it_is_what_serve_would_start() -> None:
     args = build_parser().parse_args([*FIXED])
-    config = simulate._config(simulate._Point(args, None), open_step_times("fixed:0.02"))
+    config = pool_of(args, None).replicas[0].config
     serve = build_parser().parse_args(["serve", "--backend", "null"])
     settings = engine_settings(serve)
     for name in (field.name for field in fields(SchedulerConfig)):

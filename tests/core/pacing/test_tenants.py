@@ -18,8 +18,9 @@ from paceline.core.slo import Slo
 from paceline.core.step import state
 from paceline.errors import QueueFullError
 from paceline.sim.arrival import Arrival, Served
+from paceline.sim.pool import Pool
 from paceline.sim.replica import ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from tests.driving import Driver, adapter_use, ask, make_request
 
 

@@ -324,8 +324,8 @@ async def test_slow_start(seconds: float, few: bool) -> None:
         scripted(WHOLE, metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, slow_start=seconds)) as (gateway, client),
     ):
-        gateway._drain("e1", True)
-        gateway._drain("e1", False)
+        for on in (True, False):
+            gateway.upstreams.by_name["e1"].drain(on=on, now=gateway.now())
         for _ in range(80):
             await client.post(CHAT, json=chat())
         assert (len(one.bodies) < 24) == few and len(two.bodies) >= 20

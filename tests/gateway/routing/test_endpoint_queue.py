@@ -14,8 +14,9 @@ from paceline.errors import QueueFullError
 from paceline.gateway.routing.endpoint_queue import EndpointQueue, Queued, slot_scheduler
 from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig
+from paceline.sim.pool import Pool
 from paceline.sim.replica import slo_of
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 
 PLACE_SECONDS = 0.25

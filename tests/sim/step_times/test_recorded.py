@@ -12,9 +12,10 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.errors import ConfigError
 from paceline.sim.arrival import Served
+from paceline.sim.pool import Pool
 from paceline.sim.recording import RecordedRequest, RecordedStep, Recording
 from paceline.sim.replica import Delays, ReplicaConfig
-from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.simulator import Simulator
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.step_times.recorded import RecordedStepTimes, fit_delays, step_intervals
 from tests.sim.step_times.test_profile import plan
