@@ -378,10 +378,13 @@ def test_two_pages_of_what_if_do_not_see_each_other(whole: LiveServer, open_page
     one, other = (open_page(f"{whole.url}/ui/what-if") for _ in range(2))
     for page in (one, other):
         page.get_by_role("button", name=re.compile("^Simulate")).wait_for()
+    # a page behind another one draws seldom, and waiting for what it shows takes long
+    one.bring_to_front()
     one.get_by_role("button", name=re.compile("^Simulate")).click()
     one.get_by_text(re.compile("^Done in")).wait_for(timeout=60_000)
     told = "pacelineWhatIf.told.value.job.status"
     # as soon as it is shown again, it asks again
+    other.bring_to_front()
     other.get_by_role("link", name="Server").click()
     with other.expect_response("**/ui/api/what-if"):
         other.get_by_role("link", name="What if").click()
@@ -389,8 +392,10 @@ def test_two_pages_of_what_if_do_not_see_each_other(whole: LiveServer, open_page
     assert other.evaluate(told) == "idle"
     assert other.get_by_role("region", name="Results").count() == 0
     # what a reload shows is one's own
+    one.bring_to_front()
     one.reload()
     one.get_by_text(re.compile("^Done in")).wait_for()
+    other.bring_to_front()
     other.reload()
     other.get_by_text("Nothing was simulated yet").wait_for()
 
