@@ -17,7 +17,7 @@ TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 def violations(page: Any) -> list[str]:
     # by the debugger, which the page's policy does not bind
     page.evaluate(AXE.read_text(encoding="utf-8"))
-    # a target that lies half below the header, which stays at the top, would be one too small to hit
+    # a target half below the header, which stays at the top, would be one too small to hit
     page.evaluate("scrollTo(0, 0)")
     found = page.evaluate("(tags) => axe.run(document, {runOnly: tags})", TAGS)["violations"]
     return [
