@@ -61,11 +61,11 @@ class _OpenWriter(BodyWriter):
 class WholeGate:
     """Keeps an answer."""
 
-    # fast path to the caller; None: there is none past this gate
+    # this gate keeps the answer back, so no fast path leads past it to the caller
     writer: BodyWriter | None = None
 
     def __init__(self) -> None:
-        # 0: there is none yet
+        # stays 0 until the answer has a status
         self.status = 0
         self.headers: Headers = []
         self.body = bytearray()
