@@ -46,11 +46,15 @@ class Acceptance:
 
     Args:
         others: counts of all requests, for use until this one has enough; None: these are those.
+        apart: these are of all requests with another model, and the others do not learn from them.
     """
 
-    def __init__(self, others: Acceptance | None = None) -> None:
-        self._most_tries = _MOST_TRIES_OF_ALL if others is None else _MOST_TRIES
-        self._others = others
+    def __init__(self, others: Acceptance | None = None, *, apart: bool = False) -> None:
+        many = others is None or apart
+        self._most_tries = _MOST_TRIES_OF_ALL if many else _MOST_TRIES
+        self._newest = _NEWEST_OF_ALL if many else _NEWEST
+        # those that it begins with, and those that it tells
+        self._prior, self._others = others, None if apart else others
         # recent share of positions with drafts whose first draft token was right
         self.share: float = _FIRST_SHARE if others is None else others.share
         # hits and tries by source and match length, of first draft tokens and of later ones
@@ -58,7 +62,7 @@ class Acceptance:
 
     def rate(self, source: str, match: int, first: bool) -> float:
         """Return the estimated probability, above 0 and below 1."""
-        prior = _PRIOR if self._others is None else self._others.rate(source, match, first)
+        prior = _PRIOR if self._prior is None else self._prior.rate(source, match, first)
         hits, tries = self._counts.get((source, min(match, _MOST_MATCH), first), (0.0, 0.0))
         return (hits + prior * _PRIOR_TRIES) / (tries + _PRIOR_TRIES)
 
@@ -75,8 +79,7 @@ class Acceptance:
 
     def note_place(self, hit: bool) -> None:
         """Count a new token; ``hit``: the first draft token at its position was right."""
-        newest = _NEWEST_OF_ALL if self._others is None else _NEWEST
-        self.share += (hit - self.share) * newest
+        self.share += (hit - self.share) * self._newest
         if self._others is not None:
             self._others.note_place(hit)
 
@@ -93,7 +96,7 @@ class DraftState:
     """Drafts of one request; made when it might first get some.
 
     Args:
-        others: acceptance over all requests.
+        others: acceptance over all requests with the same adapter.
     """
 
     def __init__(

@@ -32,6 +32,8 @@ __all__ = ["DrafterMaker", "Drafts"]
 
 DrafterMaker = Callable[[Request], Drafter]
 
+# adapters of which it is remembered how often drafts were right
+_MOST_ADAPTERS: Final = 256
 # most running requests with which drafts are made
 _MOST_ROWS: Final = 8
 _TOKEN_IDS: Final = attrgetter("token_ids")
@@ -54,7 +56,9 @@ class Drafts:
     def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
         self._settings = SpeculationSettings.of(state.config.speculative_config)
         self._totals, self._make = state.totals, make
-        self._acceptance, self._costs = Acceptance(), DraftCosts(state.step_time)
+        # of the model itself, and of it with each adapter, the one asked for last at the end
+        self._acceptance, self._adapted = Acceptance(), dict[bytes, Acceptance]()
+        self._costs = DraftCosts(state.step_time)
         self._tries = Tries()
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._kv, self._step_time, self._work = state.kv, state.step_time, state.work
@@ -182,10 +186,21 @@ class Drafts:
             forced = self._settings.grammars and request.asked.sampling.grammar is not None
             if drafters or forced:
                 prompt = request.asked.prompt_token_ids
-                state = DraftState(drafters, prompt, self._acceptance)
+                state = DraftState(drafters, prompt, self._acceptance_of(request))
                 request.keep_drafts(state)
                 self._tries.on_request()
         return state
+
+    def _acceptance_of(self, request: Request) -> Acceptance:
+        """Return what is known of drafts for a request's model: an adapter says other things, which
+        drafts may know worse, or better."""
+        if (adapter := request.asked.adapter) is None:
+            return self._acceptance
+        found = self._adapted.pop(adapter.key, None) or Acceptance(self._acceptance, apart=True)
+        self._adapted[adapter.key] = found
+        if len(self._adapted) > _MOST_ADAPTERS:
+            del self._adapted[next(iter(self._adapted))]
+        return found
 
     def _drafters(self, request: Request) -> list[Drafter]:
         if self._make is not None:

@@ -13,12 +13,12 @@ from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.drafter import Drafter
 from paceline.core.grammar import Grammar
 from paceline.core.predict.step_time import StepShape
-from paceline.core.request import FinishReason, Request
+from paceline.core.request import AdapterUse, FinishReason, Request
 from paceline.core.slo import Slo
 from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
 from paceline.speculation.draft_tokens import PREDICTION
 from paceline.speculation.drafts import DrafterMaker
-from tests.driving import Driver, ask, make_request
+from tests.driving import Driver, adapter_use, ask, make_request
 
 VOCAB = 97
 OFF: dict[str, Any] = {"speculative_config": None}
@@ -130,6 +130,40 @@ def test_a_new_request_waits_for_tokens_if_others_were_drafted() -> None:
     assert waits(0) == 0
     # all but the prompt's
     assert waits() == 7
+
+
+def test_how_often_drafts_are_right_is_learned_for_each_adapter() -> None:
+    """Drafts are right for the model, and wrong with the first adapter of many."""
+
+    def make(request: Request) -> Drafter:
+        adapter = request.asked.adapter
+        wrong = (0,) if adapter is not None and adapter.slot == 1 else ()
+        return _scripted(request.asked.prompt_token_ids, wrong)
+
+    driver = _driver(make)
+
+    def verified(name: str, adapter: AdapterUse | None, first: int = 3) -> int:
+        """Draft tokens of one more request."""
+        before = driver.scheduler.stats().num_draft_tokens
+        driver.add(ask(make_request(name, (first, 1, 2), 40), adapter=adapter))
+        driver.run()
+        assert driver.tokens[name] == expected_tokens((first, 1, 2), 40, VOCAB)
+        return driver.scheduler.stats().num_draft_tokens - before
+
+    counts = {}
+    for number in range(6):
+        for slot in (0, 1, 2):
+            use = adapter_use(slot) if slot else None
+            counts[slot] = verified(f"r{number}.{slot}", use, number)
+    assert counts[1] < 5 < 25 < counts[0] == counts[2]
+    # one that is new begins with what is known of the model
+    assert verified("new", adapter_use(3)) > 25
+    # as does one that was not asked for in a long time
+    for slot in range(3, 3 + 256):
+        use = adapter_use(slot % 256, 1 + slot // 256)
+        driver.add(ask(make_request(f"many{slot}", PROMPT, 5), adapter=use))
+        driver.run()
+    assert counts[1] < verified("again", adapter_use(1)) < 25
 
 
 def test_no_step_waits_for_tokens_while_blocks_are_short() -> None:
