@@ -5,9 +5,12 @@ callers that each wait for their answer. MODELS names them (default: smollm2-135
 ``null`` needs none), COUNT the requests of a flood for each, FLAGS more flags of every server, such
 as ``--packed-cache 2GiB``. QUICK=1 takes fewer. PARTS names what is measured, separated by commas:
 
-* ``swaps``. ``swap_s``: a request for the model that is not in memory, room for one, until its
-  answer of one token, less that of a model in memory; median of the swaps, each a second after the
-  last, as a model stays for two of its loads. ``swap_at_once_s``: without that second.
+* ``swaps``. A request for the model that is not in memory, room for one, until its answer of one
+  token, less that of a model in memory; median of the swaps, each a second after the last, as a
+  model stays for two of its loads. ``swap_s``: from packed copies, which the first loads made;
+  ``swap_packing_s``: with weights packed by each load, whatever FLAGS say of copies;
+  ``swap_without_spare_s``: with packing, and the process ended that waits for the next load.
+  ``swap_at_once_s``: from packed copies, without that second.
 * ``alternating``. ``alternating_fraction``: both have a queue, room for one: requests a second over
   those if each queue is served whole, with one swap between.
 * ``loads``. ``resident_p99_ratio_while_loading``: p99 of answers of one token of a model in memory
@@ -31,11 +34,12 @@ import http.client
 import json
 import os
 import random
+import signal
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,8 +140,8 @@ def _together(work: list[Callable[[], None]]) -> None:
 
 
 @contextmanager
-def serving(*flags: str, log: Path) -> Iterator[PacelineServer]:
-    server = PacelineServer(*flags, "--no-ui", "--prefix-cache-memory", "1MiB", *FLAGS, log=log)
+def serving(*flags: str, log: Path, more: Sequence[str] = FLAGS) -> Iterator[PacelineServer]:
+    server = PacelineServer(*flags, "--no-ui", "--prefix-cache-memory", "1MiB", *more, log=log)
     try:
         yield server
     finally:
@@ -150,18 +154,46 @@ def two(*flags: str) -> tuple[str, ...]:
 
 
 def swaps(callers: Callers, folder: Path) -> dict[str, float]:
-    """Return the seconds of a swap, of models that have rested and of those that have not."""
-    found: dict[str, list[float]] = {"swap_s": [], "swap_at_once_s": []}
-    with serving(*two("--models-max", "1", "--memory", "4GiB"), log=folder / "swaps") as server:
-        warm = statistics.median(callers.ask(server, "a", 1) for _ in range(5))
-        # the first loads of both are no swaps yet: files are read, and copies made
-        for name in "ba":
-            callers.ask(server, name, 1)
-        for rests, key in ((RESTS, "swap_s"), (0.0, "swap_at_once_s")):
-            for n in range(SWAPS):
-                time.sleep(rests)
-                found[key].append(callers.ask(server, "ba"[n % 2], 1) - warm)
-    return {key: statistics.median(seconds) for key, seconds in found.items()}
+    """Return the seconds of a swap of each kind."""
+    found: dict[str, float] = {}
+    at = [n for n, flag in enumerate(FLAGS) if flag == "--packed-cache"]
+    more = [flag for n, flag in enumerate(FLAGS) if n not in at and n - 1 not in at]
+    # NullBackend has no weights to pack
+    copies = () if "null" in str(MODELS) else ("--packed-cache", "2GiB")
+
+    def measure(server: PacelineServer, key: str, rests: float = RESTS) -> None:
+        seconds = []
+        for n in range(SWAPS):
+            time.sleep(rests)
+            if key == "swap_without_spare_s":
+                _end_spare(server)
+            seconds.append(callers.ask(server, "ba"[n % 2], 1) - warm)
+        found[key] = statistics.median(seconds)
+
+    for flags in dict.fromkeys((copies, ())):
+        models, log = two("--models-max", "1", "--memory", "4GiB", *flags), folder / "swaps"
+        with serving(*models, log=log, more=more) as server:
+            warm = statistics.median(callers.ask(server, "a", 1) for _ in range(5))
+            # the first loads of both are no swaps yet: files are read, and copies made
+            for name in "ba":
+                callers.ask(server, name, 1)
+            if flags == copies:
+                measure(server, "swap_s")
+                measure(server, "swap_at_once_s", 0.0)
+            if not flags:
+                measure(server, "swap_packing_s")
+                measure(server, "swap_without_spare_s")
+    return found
+
+
+def _end_spare(server: PacelineServer) -> None:
+    """End the process that engines are forked from: the next one does its imports itself."""
+    for children in Path(f"/proc/{server.pid}/task").glob("*/children"):
+        for pid in children.read_text().split():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"\0forks\0"):
+                os.kill(int(pid), signal.SIGKILL)
+                return
+    raise RuntimeError("no process waits for the next load")
 
 
 def alternating(callers: Callers, folder: Path) -> dict[str, float]:

@@ -73,9 +73,9 @@ class LocalEngineClient(EngineFrontend):
             async for output in outputs:
                 yield output
 
-    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+    async def load_adapter(self, key: str, path: str, *, pinned: bool = False) -> AdapterStatus:
         self._bind()
-        return await super().load_adapter(key, path)
+        return await super().load_adapter(key, path, pinned=pinned)
 
     def _bind(self) -> None:
         """Take messages on the running event loop from now on."""

@@ -118,9 +118,10 @@ class AdapterClient(Protocol):
     def adapters(self) -> Mapping[str, AdapterStatus]:
         """Latest news of each adapter by key; never waits."""
 
-    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+    async def load_adapter(self, key: str, path: str, *, pinned: bool = False) -> AdapterStatus:
         """Check and load an adapter; return once it is resident, or has failed. ``key`` was not
-        used before. Raises EngineError if the engine ends meanwhile."""
+        used before; ``pinned``: it stays in memory until it is unloaded. Raises
+        EngineError if the engine ends meanwhile."""
 
     def unload_adapter(self, key: str) -> None:
         """Forget an adapter: its memory goes with the last request that uses it."""

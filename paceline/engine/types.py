@@ -284,6 +284,8 @@ class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters of one engine, up to a tenth of a second old."""
 
     num_bytes: int = 0
+    # keys of those in memory and whether they are pinned, the last used first; and their number
+    resident: tuple[tuple[str, bool], ...] = ()
     num_resident: int = 0
     # since start: loads by outcome ("loaded", "failed", "no_room") and their seconds, adapters that
     # left memory by reason ("room", "unloaded"), and seconds that requests waited for theirs

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import re
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,6 +31,8 @@ from paceline.checkpoints.open import open_checkpoint
 from paceline.cli import wiring
 from paceline.cli.flags.settings import ENGINE_PROCESS, EngineSettings
 from paceline.cli.wiring import build_core
+from paceline.core.memory import kv_cache
+from paceline.core.memory.kv_cache import root_hash
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
@@ -37,7 +42,13 @@ from paceline.errors import EngineLostError
 from paceline.server.app import create_app, service_of
 from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
 from tests.backends.torch.models import save_model
-from tests.checkpoints.adapters import Pairs, random_pairs, write_gguf_adapter, write_peft
+from tests.checkpoints.adapters import (
+    Pairs,
+    random_pairs,
+    tensors_of,
+    write_gguf_adapter,
+    write_peft,
+)
 from tests.server.helpers import connect
 
 pytestmark = [
@@ -194,7 +205,18 @@ async def test_every_api_answers_under_the_adapters_name(folder: Path) -> None:
         )
         assert events.headers["x-paceline-adapter"] == "resident"
         assert events.text.count('"model":"b"') >= 2
-        assert '"model":"base"' not in events.text
+        for path, body in {
+            "/v1/chat/completions": {"messages": chat, "max_tokens": 2},
+            "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+            "/v1/responses": {"input": "hi", "max_output_tokens": 16},
+            "/v1/messages": {"messages": chat, "max_tokens": 2},
+            "/api/chat": {"messages": chat, "options": {"num_predict": 2}},
+            "/api/generate": {"prompt": "hi", "options": {"num_predict": 2}},
+            "/completion": {"prompt": "hi", "n_predict": 2},
+        }.items():
+            text = (await http.post(path, json={"model": "b", "stream": True, **body})).text
+            named = set(re.findall(r'"model":"([^"]*)"', text.replace('": "', '":"')))
+            assert named == {"b"}, (path, text)
         cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}
         assert list(cards) == ["base", *NAMES]
         assert cards["a"]["parent"] == "base"
@@ -331,6 +353,10 @@ async def test_bad_loads_say_what_is_wrong(folder: Path, tmp_path: Path) -> None
         (root / "linked" / file.name).symlink_to(file)
     config = open_checkpoint(folder / "base").config
     write_peft(root / "dora", random_pairs(config), use_dora=True)
+    pairs = random_pairs(config)
+    head = {"base_model.model.score.modules_to_save.weight": np.zeros((4, 4), np.float32)}
+    write_peft(root / "head", pairs, tensors_of(pairs) | head, modules_to_save=["score"])
+    write_peft(root / "list", pairs, modules_to_save=["score"])
     write_peft(root / "large", random_pairs(config, rank=2048))
     adapters = AdapterConfig(allow_runtime=True, roots=(root,))
     async with serving(folder, config=adapters, lora_bytes=4 << 20) as (http, _, _):
@@ -348,6 +374,13 @@ async def test_bad_loads_say_what_is_wrong(folder: Path, tmp_path: Path) -> None
         got = await load("x", "dora")
         assert got.status_code == 400
         assert "use_dora=True is not served" in got.text
+        got = await load("x", "head")
+        assert got.status_code == 400
+        assert "score.modules_to_save.weight" in got.text
+        # without tensors the list is harmless
+        assert (await load("list", "list")).status_code == 200
+        got = await http.post("/v1/unload_lora_adapter", json={"lora_name": "list"})
+        assert got.status_code == 200
         got = await load("base", "a")
         assert got.status_code == 400
         got = await load("x", "large")
@@ -362,6 +395,8 @@ async def test_bad_loads_say_what_is_wrong(folder: Path, tmp_path: Path) -> None
             "base",
             "x",
         ]
+        # whatever was refused, the engine lives
+        assert len(await say(http, "x")) == len(await say(http, "base")) == 12
     async with serving(folder, config=AdapterConfig()) as (http, _, _):
         got = await http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "a"})
         assert got.status_code == 403
@@ -374,7 +409,7 @@ async def test_a_load_whose_engine_ends_meanwhile_is_answered_503(
     load = {"lora_name": "x", "lora_path": "a"}
     async with serving(folder, config=config) as (http, client, _):
 
-        async def lost(key: str, path: str) -> AdapterStatus:
+        async def lost(key: str, path: str, *, pinned: bool) -> AdapterStatus:
             raise EngineLostError("the engine process ended", 1.0)
 
         with monkeypatch.context() as patched:
@@ -384,6 +419,78 @@ async def test_a_load_whose_engine_ends_meanwhile_is_answered_503(
         assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]] == ["base"]
         # the name is free again
         assert (await http.post("/v1/load_lora_adapter", json=load)).status_code == 200
+
+
+async def test_a_prefix_that_is_found_by_name_would_be_noticed(
+    folder: Path, exact: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests of warm prefixes fail where hashes do not hold the adapter's contents."""
+    monkeypatch.setattr(kv_cache, "root_hash", lambda salt, _=None: root_hash(salt))
+    async with serving(folder) as (http, _, _):
+        assert await say(http, "base") == exact["base"]
+        assert await say(http, "a") != exact["a"]
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.thorough)])
+async def test_callers_come_and_go_over_few_places_and_none_hangs(
+    folder: Path, exact: dict[str, list[int]], tmp_path: Path, seconds: float
+) -> None:
+    """Adapters are loaded, changed and unloaded meanwhile; whoever stays gets the right answer."""
+    for name in ("a", "b"):
+        shutil.copytree(folder / "adapters" / name, tmp_path / name)
+    draw = random.Random(3)
+    config = AdapterConfig(
+        modules=tuple(AdapterModule(n, str(folder / "adapters" / n)) for n in NAMES),
+        allow_runtime=True, roots=(tmp_path,),
+    )  # fmt: skip
+    async with serving(folder, config=config, max_cpu_loras=2) as (http, client, _):
+        ends, answered = time.monotonic() + seconds, 0
+
+        async def call() -> None:
+            nonlocal answered
+            while time.monotonic() < ends:
+                name = draw.choice(["base", *NAMES, "x"])
+                body = {"model": name, "prompt": PROMPT, "max_tokens": draw.randrange(1, 13),
+                        "temperature": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
+                # some leave early
+                limit = draw.choice([0.01, 30, 30, 30])
+                try:
+                    async with asyncio.timeout(limit):
+                        got = await http.post("/v1/completions", json=body)
+                except TimeoutError:
+                    assert limit < 1, f"a request for {name} hangs"
+                    continue
+                if name == "x" and got.status_code in (400, 404):
+                    # it was unloaded
+                    continue
+                assert got.status_code == 200, got.text
+                ids = got.json()["choices"][0]["token_ids"]
+                wanted = [exact[each] for each in (("a", "b") if name == "x" else (name,))]
+                assert ids in [each[: len(ids)] for each in wanted], name
+                answered += 1
+
+        async def change() -> None:
+            while time.monotonic() < ends:
+                load = {"lora_name": "x", "lora_path": draw.choice("ab"), "load_inplace": True}
+                got = await http.post("/v1/load_lora_adapter", json=load)
+                # 507: both places are in use
+                assert got.status_code in (200, 507), got.text
+                await asyncio.sleep(0.02)
+                if draw.random() < 0.3:
+                    await http.post("/v1/unload_lora_adapter", json={"lora_name": "x"})
+
+        await asyncio.gather(change(), *(call() for _ in range(6)))
+        assert answered > 10 * seconds
+        adapters = client._core.adapters
+        assert adapters is not None
+        for _ in range(1000):
+            if not adapters.has_leases:
+                break
+            await asyncio.sleep(0.01)
+        assert not adapters.has_leases
+        adapters.books.check_integrity()
+        # one after the other they are as they were together
+        assert [await say(http, n) for n in exact] == list(exact.values())
 
 
 async def test_unknown_names_are_looked_for_in_one_folder(
@@ -464,6 +571,7 @@ async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
             await names.load(name, name)
         names.unload("c")
         await names.load("idle", "c")
+        await names.load("kept", "c.gguf", pinned=True)
         async with connect(app) as http:
             running = [
                 asyncio.create_task(say(http, n, max_tokens=150)) for n in ("a", "b", "base")
@@ -481,7 +589,9 @@ async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
             assert again == found
             # the second engine has loaded what requests named, and knows the others
             status = {key.partition("#")[0]: each.status for key, each in client.adapters.items()}
-            assert status == {"a": "resident", "b": "resident", "idle": "registered"}
+            assert status == {
+                "a": "resident", "b": "resident", "idle": "registered", "kept": "resident",
+            }  # fmt: skip
             assert await say(http, "idle") == exact["c"]
     finally:
         await client.close()

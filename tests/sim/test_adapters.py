@@ -116,6 +116,31 @@ def test_few_places_serve_all_and_none_waits_for_ever(policy: str) -> None:
     assert max(each.ttft or 0.0 for each in rich) < longest < 15.0
 
 
+def test_twice_as_many_adapters_as_places_cost_loads_and_no_more() -> None:
+    """16 adapters asked for in turn, of which 8 fit, so that each request needs a load."""
+    arrivals = [Arrival(0.1 * i, 50, 10, adapter=f"a{i % 16}") for i in range(160)]
+    served, evicted = run(arrivals, config(8))
+    assert evicted >= 160 - 16 - 8
+    load = ONE * AdapterSettings().load_byte
+    assert max(each.ttft or math.inf for each in served) < 2 * load + 0.05
+
+
+def test_a_cold_adapter_does_not_starve_behind_floods() -> None:
+    """A B A A A ... with one place, then a third one: each waits for those before it."""
+    times = {"a": [0.05 * i for i in range(400)], "b": [1.0], "c": [1.2]}
+    arrivals = [Arrival(at, 50, 20, adapter=name) for name, each in times.items() for at in each]
+    served, _ = run(sorted(arrivals, key=lambda each: each.at), config(1))
+    first = {
+        name: max(each.ttft or math.inf for each in served if each.arrival.adapter == name)
+        for name in "abc"
+    }
+    # a second of patience, the requests under way, the load
+    turn = 1.0 + 21 * 0.02 + ONE * AdapterSettings().load_byte
+    assert first["b"] < turn
+    assert first["c"] < 2 * turn
+    assert first["a"] < 3 * turn
+
+
 def test_a_wait_that_is_predicted_too_long_is_refused_with_a_time_to_come_back() -> None:
     flood = [Arrival(0.01 * i, 50, 400, adapter=f"a{i % 2}") for i in range(8)]
     served, _ = run(

@@ -27,6 +27,7 @@ class LoraModule(NamedTuple):
 
     name: str
     path: str
+    pinned: bool = False
 
 
 def lora_module(text: str) -> LoraModule:
@@ -36,13 +37,14 @@ def lora_module(text: str) -> LoraModule:
             values: Any = json.loads(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r:.80} is not JSON: {error}") from None
-        unknown = sorted(set(values) - {"name", "path", "base_model_name"})
-        if unknown or not all(isinstance(values.get(key), str) for key in ("name", "path")):
+        unknown = sorted(set(values) - {"name", "path", "base_model_name", "pinned"})
+        strings = all(isinstance(values.get(key), str) for key in ("name", "path"))
+        if unknown or not strings or not isinstance(values.get("pinned", False), bool):
             raise argparse.ArgumentTypeError(
-                f"{text!r:.80} must have the strings name and path"
+                f"{text!r:.80} must have the strings name and path; pinned is true or false"
                 + (f", and {unknown[0]!r} is not known" if unknown else "")
             )
-        return LoraModule(values["name"], values["path"])
+        return LoraModule(values["name"], values["path"], values.get("pinned", False))
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be name=path")
@@ -64,7 +66,7 @@ def add_adapter_options(parser: Parser) -> None:
         default=[],
         metavar="NAME=PATH",
         help="adapters to load at start: folders of peft, GGUF files, or Ollama's Modelfiles with "
-        "FROM and ADAPTER; also as JSON with name and path",
+        "FROM and ADAPTER; also as JSON with name, path and pinned, which keeps it in memory",
     )
     group.add_argument(
         "--max-loras",
@@ -166,7 +168,8 @@ def adapter_config(args: argparse.Namespace) -> AdapterConfig:
                 raise ConfigError(f"{flag} {folder} is no folder")
     return AdapterConfig(
         modules=tuple(
-            AdapterModule(name, _file_of(path, args)) for name, path in args.lora_modules
+            AdapterModule(name, _file_of(path, args), pinned)
+            for name, path, pinned in args.lora_modules
         ),
         allow_runtime=_allows_runtime(args),
         roots=tuple(Path(os.path.abspath(root)) for root in args.lora_root),

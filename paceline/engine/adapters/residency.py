@@ -6,8 +6,8 @@
                                      `-----failed-----> known
     forget: it goes at once, or with its last lease
 
-A *lease* is one request's, from before its adapter is loaded to its last token. Leased and loading
-adapters never go. Of the others the one goes whose last lease ended first.
+A *lease* is one request's, from before its adapter is loaded to its last token. Leased, pinned and
+loading adapters never go. Of the others the one goes whose last lease ended first.
 
 A leased adapter can *drain*: it takes no new leases, so that it becomes idle and makes room for one
 that requests wait for. ``end_draining`` ends that, whether it has gone or not.
@@ -40,6 +40,8 @@ class _Entry:
     forgotten: bool = False
     # it takes no new lease, so that it can make room
     draining: bool = False
+    # it stays in memory until it is forgotten
+    pinned: bool = False
 
 
 class Residency:
@@ -67,21 +69,20 @@ class Residency:
         return self._leases[key]
 
     @property
-    def leased_bytes(self) -> int:
-        """Bytes of adapters in memory that requests use."""
-        return sum(
+    def kept(self) -> tuple[int, int]:
+        """Number and bytes of adapters in memory that are pinned or in use."""
+        sizes = [
             entry.num_bytes
             for key, entry in self._entries.items()
-            if entry.state is not State.KNOWN and self._leases[key]
-        )
+            if entry.state is not State.KNOWN and (entry.pinned or self._leases[key])
+        ]
+        return len(sizes), sum(sizes)
 
-    @property
-    def num_leased(self) -> int:
-        """Adapters in memory that requests use."""
-        return sum(
-            entry.state is not State.KNOWN and self._leases[key] > 0
-            for key, entry in self._entries.items()
-        )
+    def resident(self) -> list[tuple[str, bool]]:
+        """Return adapters in memory and whether each is pinned, the one used last first."""
+        found = [(k, e) for k, e in self._entries.items() if e.state is State.RESIDENT]
+        found.sort(key=lambda each: each[1].used, reverse=True)
+        return [(key, entry.pinned) for key, entry in found]
 
     @property
     def num_resident(self) -> int:
@@ -91,6 +92,18 @@ class Residency:
         """Add an adapter that is not in memory. Keys are used once."""
         assert key not in self._entries, f"adapter {key} is registered"
         self._entries[key] = _Entry(num_bytes)
+
+    def pin(self, key: str) -> bool:
+        """Keep a registered adapter in memory once it is there; return False, with nothing changed,
+        if some registered adapter could then never be in memory."""
+        entry = self._entries[key]
+        pinned = [e.num_bytes for e in self._entries.values() if e.pinned or e is entry]
+        others = [e.num_bytes for e in self._entries.values() if not e.pinned and e is not entry]
+        places = len(pinned) + bool(others)
+        entry.pinned = sum(pinned) + max(others, default=0) <= self.max_bytes and (
+            self._max_count is None or places <= self._max_count
+        )
+        return entry.pinned
 
     def is_forgotten(self, key: str) -> bool:
         entry = self._entries.get(key)
@@ -138,7 +151,11 @@ class Residency:
     def drain_for(self, key: str) -> list[str]:
         """Let adapters in use become idle until there is room for a known one: first those with the
         fewest requests. Returns those that drain for it now."""
-        resident = [each for each, entry in self._entries.items() if entry.state is State.RESIDENT]
+        resident = [
+            each
+            for each, entry in self._entries.items()
+            if entry.state is State.RESIDENT and not entry.pinned
+        ]
         going = self._making_room(key, sorted(resident, key=self._leases.__getitem__)) or []
         for other in going:
             self._entries[other].draining = True
@@ -191,7 +208,7 @@ class Residency:
         idle = [
             key
             for key, entry in self._entries.items()
-            if entry.state is State.RESIDENT and not self._leases[key]
+            if entry.state is State.RESIDENT and not entry.pinned and not self._leases[key]
         ]
         return sorted(idle, key=lambda key: self._entries[key].used)
 
@@ -219,4 +236,5 @@ class Residency:
         held = [entry for entry in self._entries.values() if entry.state is not State.KNOWN]
         assert self.num_bytes == sum(entry.num_bytes for entry in held) <= self.max_bytes
         assert self._max_count is None or len(held) <= self._max_count
+        assert sum(e.num_bytes for e in self._entries.values() if e.pinned) <= self.max_bytes
         assert all(count >= 0 for count in self._leases.values())

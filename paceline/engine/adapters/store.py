@@ -128,6 +128,8 @@ class _Adapter:
     # how long its last load took
     seconds: float = 0.0
     error: PacelineError | None = None
+    # it is loaded before those that requests wait for, and stays
+    pinned: bool = False
     # requests that use it or wait for it
     requests: set[str] = field(default_factory=set)
     # those of them that wait until it has drained, without a lease
@@ -199,15 +201,17 @@ class AdapterStore:
     def books(self) -> Residency:
         return self._books
 
-    def register(self, key: str, path: str, digest: str = "") -> None:
+    def register(self, key: str, path: str, digest: str = "", *, pinned: bool = False) -> None:
         """Begin to check and load an adapter; ``take_news`` tells how that went.
 
         Args:
             digest: the contents that it must have, as an earlier engine loaded it: such an adapter
-                is loaded when a request names it. Empty: it is loaded at once.
+                is loaded when a request names it, unless it is pinned. Empty: it is loaded at once.
+            pinned: it stays in memory until it is forgotten.
         """
         assert key not in self._adapters, f"adapter {key} is registered"
-        adapter = self._adapters[key] = self._under_way[key] = _Adapter(path, digest=digest)
+        adapter = self._adapters[key] = _Adapter(path, digest=digest, pinned=pinned)
+        self._under_way[key] = adapter
         self._tell_loading()
         adapter.opening = self._thread.submit(self._open, path)
 
@@ -307,6 +311,9 @@ class AdapterStore:
             if adapter.loading is not None and adapter.loading.done():
                 self._loaded(key, adapter)
         self._tell_loading()
+        for key in [each for each in self._wanted if self._adapters[each].pinned]:
+            if self._books.state(key) is State.KNOWN and self._begin(key, self._adapters[key]):
+                self._wanted.remove(key)
         is_blocked = False
         for key, _, due in list(self._uses.values()):
             adapter = self._adapters[key]
@@ -346,9 +353,10 @@ class AdapterStore:
             (running_now if request_id in running else asked)[use.key] += 1
         waiting = asked.keys() - running_now.keys()
         busiest = [key for key, _ in (running_now + asked).most_common(_MOST_NAMES)]
-        books = self._books
+        books, resident = self._books, self._books.resident()
         return AdapterStats(
-            num_bytes=books.num_bytes, num_resident=books.num_resident,
+            num_bytes=books.num_bytes, resident=tuple(resident[:_MOST_NAMES]),
+            num_resident=len(resident),
             loads=tuple(self._loads.items()), load_seconds=self._load_seconds,
             gone=tuple(self._left.items()), wait_seconds=self._wait_seconds,
             running=tuple(key for key in busiest if key in running_now),
@@ -379,7 +387,17 @@ class AdapterStore:
             self._books.lease(key)
         if adapter.forgotten:
             self._books.forget(key)
-        elif adapter.digest:
+        elif adapter.pinned and not self._books.pin(key):
+            size, places = _kib(adapter.opened.num_bytes), self._limits.max_count
+            room = _kib(self._limits.max_bytes)
+            self._fail(
+                key, adapter,
+                AdapterRoomError(
+                    f"pinned, its {size} would leave no room for another one in {room} for "
+                    "adapters" + (f", or in {places} places" if places else "")
+                ),
+            )  # fmt: skip
+        elif adapter.digest and not adapter.pinned:
             self._news.append(AdapterStatus(key, "registered", digest=adapter.digest))
         else:
             self._wanted.append(key)
@@ -418,8 +436,8 @@ class AdapterStore:
 
     def _has_no_room(self, key: str, adapter: _Adapter) -> bool:
         """Fail an adapter that does not fit next to those in use; return whether it did."""
-        taken, most, opened = self._books.leased_bytes, self._limits.max_bytes, adapter.opened
-        in_use, places = self._books.num_leased, self._limits.max_count
+        in_use, taken = self._books.kept
+        most, places, opened = self._limits.max_bytes, self._limits.max_count, adapter.opened
         assert opened is not None
         if opened.num_bytes + taken > most:
             message = (

@@ -220,10 +220,10 @@ class EngineFrontend(abc.ABC):
     async def abort(self, request_id: str) -> None:
         self._abort(self._processor.unfinished_choices(request_id))
 
-    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+    async def load_adapter(self, key: str, path: str, *, pinned: bool = False) -> AdapterStatus:
         """Check and load an adapter; return once it is resident, or has failed. ``key`` was not
         used before. Raises EngineDeadError if the engine ends meanwhile."""
-        self.register_adapter(key, path)
+        self.register_adapter(key, path, pinned=pinned)
         done: asyncio.Future[AdapterStatus] = asyncio.get_running_loop().create_future()
         self._loads[key] = done
         try:
@@ -231,11 +231,13 @@ class EngineFrontend(abc.ABC):
         finally:
             self._loads.pop(key, None)
 
-    def register_adapter(self, key: str, path: str, digest: str = "") -> None:
-        """Begin to load an adapter; requests that name it wait for it. ``digest``: see
-        ``AdapterStore.register``."""
+    def register_adapter(
+        self, key: str, path: str, digest: str = "", *, pinned: bool = False
+    ) -> None:
+        """Begin to load an adapter; requests that name it wait for it. ``digest`` and ``pinned``:
+        see ``AdapterStore.register``."""
         self._raise_if_dead()
-        self._send(LoadAdapter(key, path, digest))
+        self._send(LoadAdapter(key, path, digest, pinned))
 
     def unload_adapter(self, key: str) -> None:
         """Forget an adapter; requests that use it go on."""

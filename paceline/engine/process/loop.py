@@ -227,7 +227,7 @@ class EngineLoop:
         adapters = self._core.adapters
         assert adapters is not None, "an engine without adapters was sent one"
         if isinstance(message, LoadAdapter):
-            adapters.register(message.key, message.path, message.digest)
+            adapters.register(message.key, message.path, message.digest, pinned=message.pinned)
         else:
             adapters.forget(message.key)
 

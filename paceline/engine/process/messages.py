@@ -87,6 +87,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=Tr
     path: str
     # see ``AdapterStore.register``
     digest: str = ""
+    pinned: bool = False
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):

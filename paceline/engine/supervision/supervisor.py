@@ -24,7 +24,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -82,6 +82,14 @@ _QUARANTINE_SECONDS: Final = 30.0
 _ABORT_GRACE: Final = 5.0
 
 
+class _Loaded(NamedTuple):
+    """An adapter as it was loaded."""
+
+    path: str
+    digest: str
+    pinned: bool = False
+
+
 class SupervisedEngineClient:
     """An ``EngineClient`` that outlives its engine. Make one with ``start``.
 
@@ -109,8 +117,8 @@ class SupervisedEngineClient:
         self._stats = first.stats
         self._calls: dict[str, Call] = {}
         self._quarantine = Quarantine()
-        # paths and digests of the adapters that were loaded, by key: every engine gets them
-        self._adapters: dict[str, tuple[str, str]] = {}
+        # the adapters that were loaded, by key: every engine gets them
+        self._adapters: dict[str, _Loaded] = {}
         # paths of loads under way, by key
         self._loading: dict[str, str] = {}
         self._deadly = DeadlyLoads()
@@ -188,7 +196,7 @@ class SupervisedEngineClient:
         try:
             while True:
                 if request.adapter in self._adapters:
-                    self._check_load(self._adapters[request.adapter][0])
+                    self._check_load(self._adapters[request.adapter].path)
                 async with contextlib.aclosing(self._attempt(call, sink)) as outputs:
                     async for output in outputs:
                         yield output
@@ -217,7 +225,7 @@ class SupervisedEngineClient:
         """Latest news of each adapter."""
         return self._latest.adapters
 
-    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+    async def load_adapter(self, key: str, path: str, *, pinned: bool = False) -> AdapterStatus:
         """Load an adapter as ``EngineFrontend.load_adapter`` does; later engines get it too. Raises
         EngineLostError if the engine ends meanwhile, or ended twice under this load."""
         self._raise_if_dead()
@@ -227,14 +235,14 @@ class SupervisedEngineClient:
             raise self._lost()
         self._loading[key] = path
         try:
-            status = await engine.client.load_adapter(key, path)
+            status = await engine.client.load_adapter(key, path, pinned=pinned)
         except EngineDeadError:
             self._raise_if_dead()
             raise self._lost() from None
         finally:
             del self._loading[key]
         if status.status != "failed":
-            self._adapters[key] = path, status.digest
+            self._adapters[key] = _Loaded(path, status.digest, pinned)
         return status
 
     def _check_load(self, path: str) -> None:
@@ -243,10 +251,12 @@ class SupervisedEngineClient:
             self._register(self._engine.client, lambda other: other == path)
 
     def _register(self, client: ProcessEngineClient, wanted: Callable[[str], bool]) -> None:
-        """Tell an engine of the adapters whose paths are wanted."""
-        for key, (path, digest) in self._adapters.items():
+        """Tell an engine of the adapters whose paths are wanted, first of those that it loads
+        whatever requests name."""
+        adapters = sorted(self._adapters.items(), key=lambda each: not each[1].pinned)
+        for key, (path, digest, pinned) in adapters:
             if wanted(path):
-                client.register_adapter(key, path, digest)
+                client.register_adapter(key, path, digest, pinned=pinned)
 
     def unload_adapter(self, key: str) -> None:
         """Forget an adapter; requests that use it go on."""
@@ -409,7 +419,7 @@ class SupervisedEngineClient:
         if engine is not self._engine or self._closing is not None:
             return
         engine.guilty = find_guilty(self._started(engine))
-        known = self._loading | {key: path for key, (path, _) in self._adapters.items()}
+        known = self._loading | {key: each.path for key, each in self._adapters.items()}
         loading = [e[1:] for e in engine.client.requests_in_flight() or () if e.startswith(LOADING)]
         self._deadly.note([known[key] for key in loading if key in known], time.monotonic())
         self._engine = None

@@ -28,6 +28,7 @@ class LoadAdapterBody(Body):
     lora_name = needed(string())
     lora_path = needed(string(note="a folder or file below one of --lora-root"))
     load_inplace = boolean(note="replaces an adapter that is loaded under this name")
+    pinned = boolean(note="keeps it in memory until it is unloaded, as SGLang's field")
     base_model_name = ignored(note="shapes decide which model an adapter fits")
     is_3d_lora_weight = ignored(note="experts have no adapters")
 
@@ -46,7 +47,9 @@ def adapter_router(service: Service) -> Routes:
         names = _changeable(service)
         body = LoadAdapterBody.read(await read_object(request, service.config), service.rules)
         name = body.lora_name
-        await names.load(name, body.lora_path, in_place=bool(body.load_inplace))
+        await names.load(
+            name, body.lora_path, in_place=bool(body.load_inplace), pinned=bool(body.pinned)
+        )
         return with_ignored(_said(f"LoRA adapter '{name}' added"), body)
 
     async def unload(request: Request) -> Response:

@@ -74,10 +74,13 @@ class AdapterNames:
             path = Path(given.path)
             self._check_name(given.name)
             # where on this machine it lies is of no use to callers
-            await self._load(given.name, path, path.name)
+            await self._load(given.name, path, path.name, pinned=given.pinned)
 
-    async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
-        """Load an adapter for requests, from one of the roots.
+    async def load(
+        self, name: str, path: str, *, in_place: bool = False, pinned: bool = False
+    ) -> None:
+        """Load an adapter for requests, from one of the roots; ``pinned``: it stays in memory until
+        it is unloaded.
 
         Raises:
             InvalidRequestError: the name is taken, or the file is refused.
@@ -98,7 +101,7 @@ class AdapterNames:
             raise InvalidRequestError(
                 f"The adapter {show(name)} is loaded; load_inplace=true replaces it", "lora_name"
             )
-        await self._load(name, found, path)
+        await self._load(name, found, path, pinned=pinned)
 
     def apply(self, scales: Mapping[int, float]) -> None:
         """Use adapters for requests of llama-server's endpoints that name the model, by their place
@@ -159,18 +162,20 @@ class AdapterNames:
             403, f"lora_path {show(path)} is outside the folders that --lora-root names"
         )
 
-    async def _load(self, name: str, path: Path, shown: str) -> NamedAdapter:
+    async def _load(
+        self, name: str, path: Path, shown: str, *, pinned: bool = False
+    ) -> NamedAdapter:
         """Load ``path`` under ``name``, once for all who ask meanwhile."""
         if name not in self._loading:
-            task = asyncio.create_task(self._load_once(name, path, shown))
+            task = asyncio.create_task(self._load_once(name, path, shown, pinned))
             self._loading[name] = path, task
             task.add_done_callback(lambda _: self._loading.pop(name, None))
         return await asyncio.shield(self._loading[name][1])
 
-    async def _load_once(self, name: str, path: Path, shown: str) -> NamedAdapter:
+    async def _load_once(self, name: str, path: Path, shown: str, pinned: bool) -> NamedAdapter:
         key = f"{name}#{self._num_loads}"
         self._num_loads += 1
-        status = await self._client.load_adapter(key, str(path))
+        status = await self._client.load_adapter(key, str(path), pinned=pinned)
         if status.status == "failed":
             self._client.unload_adapter(key)
             # the engine's message begins with the whole path

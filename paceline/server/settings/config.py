@@ -112,6 +112,8 @@ class AdapterModule:
 
     name: str
     path: str
+    # it stays in memory
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ def test_without_flags_nothing_changes() -> None:
 
 def test_every_flag_reaches_the_engine_or_the_server(tmp_path: Path) -> None:
     args = parse(
-        "--enable-lora", "--lora-modules", "sql=/a/b", '{"name": "chat", "path": "c=d"}',
+        "--enable-lora", "--lora-modules", "sql=/a/b",
+        '{"name": "chat", "path": "c=d", "pinned": true}',
         "--max-loras", "3", "--max-cpu-loras", "7", "--max-lora-rank", "16",
         "--lora-memory", "1MiB", "--lora-dtype", "float32", "--allow-runtime-lora",
         "--lora-root", str(tmp_path),
@@ -44,8 +45,8 @@ def test_every_flag_reaches_the_engine_or_the_server(tmp_path: Path) -> None:
     assert (settings.lora_bytes, settings.lora_dtype) == (1 << 20, "float32")
     assert EngineSettings.from_json(settings.to_json()) == settings
     config = adapter_config(args)
-    assert [tuple(vars_of) for vars_of in ((m.name, m.path) for m in config.modules)] == [
-        ("sql", "/a/b"), ("chat", "c=d"),
+    assert [(m.name, m.path, m.pinned) for m in config.modules] == [
+        ("sql", "/a/b", False), ("chat", "c=d", True),
     ]  # fmt: skip
     assert config.allow_runtime
     assert config.roots == (tmp_path,)

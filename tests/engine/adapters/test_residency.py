@@ -35,7 +35,7 @@ def test_nothing_goes_where_it_would_not_suffice() -> None:
     books.register("big", 15)
     assert books.admit("big") is None
     assert books.state("c") is State.RESIDENT
-    assert books.leased_bytes == 20
+    assert books.kept == (2, 20)
     books.release("a")
     assert sorted(books.admit("big") or []) == ["a", "c"]
 
@@ -71,6 +71,39 @@ def test_one_forgotten_while_it_loads_goes_once_loaded() -> None:
     assert books.num_bytes == 0
 
 
+def test_a_pinned_one_goes_when_it_is_forgotten_alone() -> None:
+    books = Residency(30)
+    books.register("a", 10)
+    assert books.pin("a")
+    assert books.admit("a") == []
+    books.loaded("a", 10)
+    resident(books, "b", "c")
+    books.register("d", 10)
+    # it was used longest ago
+    assert books.admit("d") == ["b"]
+    books.loaded("d", 10)
+    for key in "cd":
+        books.lease(key)
+    assert books.drain_for("b") == ["c"]
+    assert (books.kept, books.resident()[-1]) == ((3, 30), ("a", True))
+    assert books.forget("a")
+    assert books.kept == (2, 20)
+
+
+def test_a_pin_leaves_room_for_every_other_adapter() -> None:
+    books = Residency(30, max_count=3)
+    for key, size in {"a": 10, "b": 10, "c": 5, "large": 15}.items():
+        books.register(key, size)
+    assert books.pin("a")
+    assert not books.pin("b")
+    assert books.pin("c")
+    # one place is left to the others
+    books.forget("large")
+    books.register("d", 5)
+    assert not books.pin("d")
+    books.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("events", "known"),
     [(5_000, 100), pytest.param(100_000, 1_000, marks=pytest.mark.thorough)],
@@ -81,6 +114,8 @@ def test_no_leased_one_ever_goes(events: int, known: int) -> None:
     sizes = {f"a{i}": rng.randint(6, 18) for i in range(known)}
     for key, size in sizes.items():
         books.register(key, size)
+    pinned = {key for key in ("a0", "a3", f"a{known - 1}") if books.pin(key)}
+    assert len(pinned) == 3
     leases: list[str] = []
     refused = loaded = 0
     for number in range(events):
@@ -91,7 +126,7 @@ def test_no_leased_one_ever_goes(events: int, known: int) -> None:
                 if going is None:
                     refused += 1
                     continue
-                assert not going or not set(going) & set(leases)
+                assert not set(going) & (pinned | set(leases))
                 if rng.random() < 0.05:
                     books.failed(key)
                     continue
@@ -108,5 +143,6 @@ def test_no_leased_one_ever_goes(events: int, known: int) -> None:
     assert refused > 0
     for key in leases:
         books.release(key)
-    assert books.leased_bytes == 0
+    kept = [key for key in pinned if books.state(key) is State.RESIDENT]
+    assert books.kept == (len(kept), sum(sizes[key] for key in kept))
     books.check_integrity()

@@ -135,6 +135,24 @@ def test_what_fails_says_why_to_requests_too(store: AdapterStore) -> None:
         store.lease("late", "z", 1.0)
 
 
+def test_memory_is_booked_before_it_is_taken(store: AdapterStore, backend: Backend) -> None:
+    taken = []
+
+    def load_adapter(slot: int, opened: Any, pause: Callable[[], None]) -> tuple[str, int]:
+        taken.append((opened.path, store.books.num_bytes, len(backend.slots)))
+        backend.slots[slot] = opened.path
+        return opened.path, opened.num_bytes
+
+    backend.load_adapter = load_adapter  # type: ignore[method-assign]
+    for key in "abcdef":
+        store.register(key, key)
+    settle(store)
+    # an adapter that makes room has left memory before the other comes
+    assert len(taken) == 6
+    assert all(booked <= 30 and 10 * held + 10 <= 30 for _, booked, held in taken)
+    assert all(booked >= 10 * held + 10 for _, booked, held in taken)
+
+
 def test_no_room_is_told_with_both_numbers(store: AdapterStore) -> None:
     for key in "abc":
         store.register(key, key)
@@ -225,6 +243,58 @@ def test_an_adapter_of_an_earlier_engine_is_loaded_on_request_with_its_contents(
     assert store.use_of("r") is not None
     with pytest.raises(InvalidRequestError, match="has changed since it was loaded"):
         store.use_of("s")
+
+
+def test_a_later_engine_loads_pinned_adapters_before_those_of_resumed_requests(
+    store: AdapterStore, backend: Backend
+) -> None:
+    backend.may_open.clear()
+    # as the supervisor tells it, and the requests that it sends again
+    store.register("pinned", "pinned", "pinned", pinned=True)
+    for key in "abc":
+        store.register(key, key, key)
+    store.lease("r", "b", 1.0)
+    store.lease("s", "a", 1.0)
+    store.poll(0.0)
+    backend.may_open.set()
+    # all of them are open before anything is loaded
+    while not all(each.opening is None or each.opening.done() for each in store._adapters.values()):
+        time.sleep(0.001)
+    assert settle(store)["c"] == "registered"
+    # slots are numbered by the loads
+    assert backend.slots == {0: "pinned", 1: "b", 2: "a"}
+    # and it stays, though no request has named it
+    store.lease("t", "c", 1.0)
+    settle(store, 100.0)
+    assert 0 in backend.slots and store.use_of("t") is None
+    store.release_except({"r", "t"})
+    settle(store, 101.0)
+    assert sorted(backend.slots.values()) == ["b", "c", "pinned"]
+    assert dict(store.stats(()).resident) == {"c": False, "b": False, "pinned": True}
+    # what was unloaded is not kept
+    store.forget("pinned")
+    assert sorted(backend.slots.values()) == ["b", "c"]
+
+
+def test_a_pin_without_room_is_refused_with_both_numbers(
+    store: AdapterStore, backend: Backend
+) -> None:
+    store.register("a", "a")
+    store.register("large", "large")
+    settle(store)
+    store.forget("large")
+    for key in "bc":
+        store.register(key, key, pinned=True)
+    assert settle(store) == {"large": "gone", "b": "resident", "c": "resident"}
+    store.register("d", "d", pinned=True)
+    assert settle(store) == {"d": "failed AdapterRoomError"}
+    with pytest.raises(InvalidRequestError, match="no room for another one in 1 KiB"):
+        store.lease("r", "d", 1.0)
+    store.forget("d")
+    # and what is loaded later knows of the pins
+    store.lease("r", "a", 1.0)
+    store.register("e", "e")
+    assert settle(store) == {"d": "gone", "e": "failed AdapterRoomError"}
 
 
 def test_a_request_with_the_name_of_one_that_has_ended_holds_one_lease(store: AdapterStore) -> None:
@@ -430,4 +500,5 @@ def test_stats_name_a_running_adapter_in_running_alone(store: AdapterStore) -> N
     assert dict(found.loads) == {"loaded": 3, "failed": 1}
     assert dict(found.gone) == {"unloaded": 1}
     assert (found.num_bytes, found.num_resident, found.wait_seconds) == (20, 2, 0.5)
+    assert dict(found.resident) == {"b": False, "d": False}
     assert found.waiting == found.running == ()

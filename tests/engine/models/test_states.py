@@ -121,6 +121,57 @@ def test_a_busy_model_stops_its_intake_in_time_and_those_behind_come_next() -> N
     assert waits.is_granted and not behind.is_granted
 
 
+def test_models_are_counted_in_bytes_and_a_large_one_waits_for_as_many_as_it_needs() -> None:
+    specs = [_spec(name, 4, keep_alive=math.inf) for name in "abc"] + [_spec("large", 10)]
+    states = ModelStates(specs, 13)
+    for now, name in enumerate("abc"):
+        _load(states, name, 100.0 * now)
+    held = states.ask("c", 300.0)
+    waits = states.ask("large", 301.0)
+    # without c, which is in use, there would be too little
+    assert states.next(301.0) is None
+    assert [each.state for each in states.models.values()] == [State.READY] * 3 + [State.KNOWN]
+    states.leave(held, 302.0)
+    gone, now = [], 303.0
+    while isinstance(action := states.next(now), Unload):
+        gone.append(action.model.name)
+        states.unloaded(action.model, action.reason)
+        states.check_integrity()
+    assert len(gone) == 3
+    assert isinstance(action, Load)
+    assert states.loaded_as(action.model, action.model.account, 0.5, now)
+    assert _is_granted(waits)
+
+
+def test_two_that_wait_behind_a_busy_one_both_come_up() -> None:
+    """B and C behind A, whose callers never stop; room for one."""
+    states = ModelStates([_spec(name) for name in "abc"], 15)
+    _load(states, "a", 0.0)
+    now, waits = 100.0, {name: states.ask(name, 100.0) for name in "bc"}
+    callers = [states.ask("a", now) for _ in range(3)]
+    came: dict[str, float] = {}
+    for _ in range(2000):
+        now += 0.05
+        # callers of a ask again as soon as they are answered
+        for index, ticket in enumerate(callers):
+            if ticket.is_granted:
+                states.leave(ticket, now)
+                callers[index] = states.ask("a", now)
+        for name, ticket in waits.items():
+            if name not in came and ticket.is_granted:
+                came[name] = now
+                states.leave(ticket, now)
+        action = states.next(now)
+        if isinstance(action, Load):
+            states.loaded_as(action.model, action.model.account, 0.5, now)
+        elif action is not None:
+            states.unloaded(action.model, action.reason)
+    assert set(came) == {"b", "c"}
+    assert max(came.values()) - 100.0 < 20.0
+    # and a goes on
+    assert states.models["a"].state is State.READY
+
+
 def test_a_model_takes_requests_again_once_none_waits_for_its_room() -> None:
     states = ModelStates([_spec("a"), _spec("b")], 15, switch_wait=0.0)
     _load(states, "a", 0.0)

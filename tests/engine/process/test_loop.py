@@ -94,6 +94,25 @@ class Turns:
         return {u.request_id: u.finish_reason.value for u in updates if u.finish_reason}
 
 
+def test_a_load_holds_up_no_other_request() -> None:
+    turns = Turns(MemoryStore(4 * 8))
+    backend = turns.adapters._backend
+    assert isinstance(backend, Backend)
+    backend.may_open.clear()
+    turns.turn(LoadAdapter("a", "a"))
+    turns.add("cold", "a")
+    for number in range(20):
+        turns.add(f"r{number}", None)
+        while f"r{number}/0" not in turns.ends():
+            turns.turn()
+    assert "cold/0" not in turns.ends()
+    backend.may_open.set()
+    while "cold/0" not in turns.ends():
+        turns.turn()
+        time.sleep(0.001)
+    turns.engine.core.close()
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_an_adapter_stays_while_its_request_waits_for_blocks(leaves: bool) -> None:
     store = MemoryStore(4 * 8)

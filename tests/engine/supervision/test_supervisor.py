@@ -17,7 +17,7 @@ import zmq
 
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervised import added
-from paceline.engine.supervision.supervisor import SupervisedEngineClient
+from paceline.engine.supervision.supervisor import SupervisedEngineClient, _Loaded
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text.output_processor import merge_outputs
 from paceline.engine.types import (
@@ -369,6 +369,32 @@ def test_sums_of_statistics_never_fall() -> None:
     assert (total.time, sums.num_running, total.iteration_tokens) == (1.0, 1, (4,))
 
 
+async def test_pinned_adapters_are_loaded_by_the_next_engine_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    register = ProcessEngineClient.register_adapter
+
+    def note(self: ProcessEngineClient, key: str, *args: Any, **more: Any) -> None:
+        told.append(key)
+        register(self, key, *args, **more)
+
+    monkeypatch.setattr(ProcessEngineClient, "register_adapter", note)
+    async with supervised() as client:
+        for key, pinned in (("a", False), ("b", True), ("c", False), ("d", True)):
+            await client.load_adapter(key, f"/{key}", pinned=pinned)
+        client.unload_adapter("d")
+        stream, _ = await first(client, make("r", max_tokens=600, adapter="c"))
+        os.kill(client.pid, signal.SIGKILL)
+        async for _ in stream:
+            pass
+        assert client.faults.num_resent == 1
+        assert told[4:] == ["b", "a", "c"]
+        found = {key: each.status for key, each in client.adapters.items()}
+        # no request has named the pinned one
+        assert found == {"a": "registered", "b": "resident", "c": "resident"}
+
+
 async def test_an_adapter_whose_load_ends_the_engine_twice_is_not_loaded_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -382,7 +408,7 @@ async def test_an_adapter_whose_load_ends_the_engine_twice_is_not_loaded_for_a_w
             await client.load_adapter("x#2", "/deadly")
         assert 0 < found.value.retry_after <= 60
         # requests that name it are answered alike, and others are served
-        client._adapters["x#3"] = "/deadly", "digest"
+        client._adapters["x#3"] = _Loaded("/deadly", "digest")
         with pytest.raises(EngineLostError, match="while this adapter was loaded"):
             await whole(client, make("r", adapter="x#3"))
         assert (await whole(client, make("s"))).finished

@@ -26,10 +26,13 @@ class Client:
     def __init__(self) -> None:
         self.adapters: dict[str, AdapterStatus] = {}
         self.paths: list[str] = []
+        self.pinned: list[str] = []
         self.may_load = asyncio.Event()
         self.may_load.set()
 
-    async def load_adapter(self, key: str, path: str) -> AdapterStatus:
+    async def load_adapter(self, key: str, path: str, *, pinned: bool = False) -> AdapterStatus:
+        if pinned:
+            self.pinned.append(key)
         self.paths.append(Path(path).name)
         await self.may_load.wait()
         self.adapters[key] = AdapterStatus(key, "resident", digest=Path(path).name)
@@ -67,6 +70,17 @@ async def test_a_load_is_not_answered_with_that_of_another_path(tmp_path: Path) 
     assert client.paths == ["one", "two"]
     assert names.by_name["x"].digest == "two"
     assert [each.digest for each in client.adapters.values()] == ["two"]
+
+
+async def test_pins_reach_the_engine(tmp_path: Path) -> None:
+    client = Client()
+    names = make_names(tmp_path, client, AdapterModule("x", str(tmp_path / "one"), pinned=True))
+    await names.load_given()
+    await names.load("y", "two")
+    await names.load("z", "two", pinned=True)
+    # loaded again it is as that load says
+    await names.load("x", "two", in_place=True)
+    assert client.pinned == ["x#0", "z#2"]
 
 
 async def test_a_name_that_is_loaded_again_stays_applied(tmp_path: Path) -> None:

@@ -246,6 +246,21 @@ async def test_ollamas_empty_prompt_loads_and_its_keep_alive_unloads() -> None:
         assert (await http.post("/api/pull", json={"model": "other"})).status_code == 404
 
 
+async def test_neither_options_nor_a_second_name_load_a_model_again() -> None:
+    async with _server() as (http, pool):
+        await pool.load("large")
+        for number in range(3):
+            for name in ("small", "tiny", "large", "tiny:latest"):
+                options = {"num_ctx": 64 << number, "num_predict": 2, "num_thread": 1 + number}
+                body = chat_body(model=name, stream=False, options=options)
+                answer = await http.post("/api/chat", json=body)
+                assert answer.status_code == 200, answer.text
+        text = (await http.get("/metrics")).text
+        assert metric(text, "paceline:model_loads_total", outcome="ready") == 2
+        assert metric(text, "paceline:model_evictions_total", reason="room") == 0
+        assert pool.states.models["small"].state is pool.states.models["large"].state is State.READY
+
+
 @pytest.mark.parametrize("ends", ["caller", "server"])
 async def test_changes_are_followed_as_events(ends: str) -> None:
     async with _server() as (http, pool):

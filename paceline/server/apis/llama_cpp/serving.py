@@ -268,9 +268,10 @@ def generation_settings(
         request: None: return the defaults.
     """
     limit = -1 if options.max_tokens is None else options.max_tokens
+    adapter = options.adapter
     return {
         "n_ctx": service.rules.max_model_len,
-        "model": service.model_name,
+        "model": service.model_name if adapter is None else adapter.name,
         "n_predict": 0 if request is not None and request.only_prompt else limit,
         "max_tokens": limit,
         "seed": -1 if request is None else sampling.seed,
@@ -296,5 +297,9 @@ def generation_settings(
         "timings_per_token": request is not None and request.timings_per_token,
         "grammar": "" if request is None else request.grammar,
         "logit_bias": [{"token": token, "bias": bias} for token, bias in sampling.logit_bias],
-        "lora": [],
+        "lora": [
+            {"id": place, "scale": adapter.scale}
+            for place, name in enumerate(service.rules.adapters)
+            if adapter is not None and adapter.name == name
+        ],
     }

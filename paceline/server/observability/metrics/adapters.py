@@ -25,6 +25,14 @@ class AdapterMetrics:
             "running_lora_adapters",
             "waiting_lora_adapters",
         )
+        self._loaded = registry.numbers(
+            "gauge",
+            "vllm:lora_adapter_loaded",
+            "1 for each adapter in memory, of at most 50 that were used last.",
+            "adapter_name",
+            "level",
+            "pinned",
+        )
         self._bytes = registry.number("gauge", "paceline:adapter_bytes", "Of adapters in memory.")
         self._resident = registry.number(
             "gauge", "paceline:adapters_resident", "Adapters in memory."
@@ -53,6 +61,10 @@ class AdapterMetrics:
         others = ["other"] * (stats.num_others > 0)
         running = ",".join([*_names(stats.running), *others])
         self._requests.at(self._most, running, ",".join(_names(stats.waiting))).value = time.time()
+        self._loaded.forget()
+        for key, pinned in stats.resident:
+            name = key.rpartition("#")[0]
+            self._loaded.at(name, "cpu", "true" if pinned else "false").value = 1
         self._bytes.value, self._resident.value = stats.num_bytes, stats.num_resident
         self._seconds.value, self._waits.value = stats.load_seconds, stats.wait_seconds
         for family, counts in ((self._loads, stats.loads), (self._gone, stats.gone)):
