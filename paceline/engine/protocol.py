@@ -123,6 +123,11 @@ class AdapterClient(Protocol):
         used before; ``pinned``: it stays in memory until it is unloaded. Raises
         EngineError if the engine ends meanwhile."""
 
+    def register_adapter(
+        self, key: str, path: str, digest: str = "", *, pinned: bool = False
+    ) -> None:
+        """Have an adapter that was loaded before, with these contents, served by this engine."""
+
     def unload_adapter(self, key: str) -> None:
         """Forget an adapter: its memory goes with the last request that uses it."""
 

@@ -58,6 +58,8 @@ class SeveralModels:
     # the settings of each, by name, and the model of requests that name none
     configs: Mapping[str, Callable[[], ServerConfig]]
     first: str
+    # the model of each adapter, by name
+    adapters: Mapping[str, str] = field(default_factory=dict)
     # requests load the models that they name
     autoload: bool = True
     # seconds of loading above which a request is refused for now, by name; any number without
@@ -134,6 +136,7 @@ def _several(models: SeveralModels, service: Service) -> tuple[APIRouter, ...]:
         _ROUTERS,
         autoload=models.autoload,
         max_waits=models.max_waits,
+        adapters=models.adapters,
     )
     service.models = found
     service.metrics.registry.register(ModelCollector(models.pool.states, models.turns))

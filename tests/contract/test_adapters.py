@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,21 @@ from paceline.cli.flags.settings import ENGINE_PROCESS, EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.core.memory import kv_cache
 from paceline.core.memory.kv_cache import root_hash
+from paceline.engine.fanout import request_of
 from paceline.engine.local import LocalEngineClient
+from paceline.engine.models.client import Start
+from paceline.engine.models.front import FrontClient
+from paceline.engine.models.ledger import Account
+from paceline.engine.models.model import ModelSpec
+from paceline.engine.models.pool import ModelPool
+from paceline.engine.models.states import ModelStates
 from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import AdapterStatus, GenerationRequest
 from paceline.errors import EngineLostError
-from paceline.server.app import create_app, service_of
+from paceline.server.app import SeveralModels, create_app, service_of
 from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
 from tests.backends.torch.models import save_model
 from tests.checkpoints.adapters import (
@@ -81,17 +90,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@asynccontextmanager
-async def serving(
-    folder: Path, model: str = "base", config: AdapterConfig | None = None, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, LocalEngineClient, FastAPI]]:
+def make_client(folder: Path, model: str, **settings: Any) -> LocalEngineClient:
     values: dict[str, Any] = {
         "model_name": "base", "model_path": str(folder / model), "compute": "native",
         "dtype": "float32", "kv_dtype": "float32", "num_blocks": 200, "threads": 1,
         "speculative_config": None, "enable_lora": model == "base", "lora_bytes": 64 << 20,
     }  # fmt: skip
     core, info = build_core(EngineSettings.of(**(values | settings)))
-    client = LocalEngineClient(core, info, ByteTokenizer())
+    return LocalEngineClient(core, info, ByteTokenizer())
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, model: str = "base", config: AdapterConfig | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, LocalEngineClient, FastAPI]]:
+    client = make_client(folder, model, **settings)
     try:
         config = config or AdapterConfig(
             modules=tuple(AdapterModule(n, str(folder / "adapters" / n)) for n in NAMES),
@@ -431,6 +444,76 @@ async def test_a_prefix_that_is_found_by_name_would_be_noticed(
         assert await say(http, "a") != exact["a"]
 
 
+async def test_prompts_kept_on_disk_are_found_by_the_same_contents_alone(
+    folder: Path, exact: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Engines one after the other, the second under other names, with the same folder of blocks."""
+    kept = {"kv_store": str(tmp_path / "kv"), "kv_store_bytes": 64 << 20}
+    async with serving(folder, **kept) as (http, _, _):
+        assert await say(http, "base") == exact["base"]
+        assert await say(http, "a") == exact["a"]
+    modules = [("x", "a"), ("a", "b")]
+    config = AdapterConfig(
+        modules=tuple(AdapterModule(n, str(folder / "adapters" / path)) for n, path in modules)
+    )
+    for name, wanted, found in (("a", "b", 0), ("x", "a", 64), ("base", "base", 64)):
+        async with serving(folder, config=config, **kept) as (http, _, _):
+            assert await say(http, name) == exact[wanted]
+            text = (await http.get("/metrics")).text
+            hits = re.findall(r'kv_fetch_tokens_total{[^}]*result="hit"[^}]*} (\S+)', text)
+            assert sum(map(float, hits)) == found, name
+
+
+async def test_adapters_of_one_of_several_models_come_back_with_it(
+    folder: Path, exact: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Room for one model; what is cached for an adapter is on disk after a swap."""
+    given = {"base": ("a", "b"), "other": ()}
+
+    def start(name: str) -> Start:
+        async def started(_: Tokenizer | None) -> EngineClient:
+            kept = {"kv_store": str(tmp_path / name), "kv_store_bytes": 64 << 20}
+            path = "base" if name == "base" else "c"
+            return make_client(folder, path, model_name=name, **kept)
+
+        return started
+
+    def config_of(name: str) -> ServerConfig:
+        modules = tuple(AdapterModule(n, str(folder / "adapters" / n)) for n in given[name])
+        adapters = AdapterConfig(modules=modules)
+        return ServerConfig(served_model_names=(name,), adapters=adapters)
+
+    specs = [ModelSpec(name=name, account=Account(weights=10)) for name in given]
+    pool = ModelPool(ModelStates(specs, 15), {name: start(name) for name in given})
+    await pool.load("base")
+    several = SeveralModels(
+        pool=pool, configs={name: partial(config_of, name) for name in given}, first="base",
+        adapters={"a": "base", "b": "base"},
+    )  # fmt: skip
+    app = create_app(FrontClient(pool, "base"), config_of("base"), models=several)
+    wanted = exact | {"other": exact["c"]}
+    async with connect(app) as http:
+        cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}
+        assert list(cards) == ["base", "other", "a", "b"]
+        assert cards["a"]["parent"] == "base"
+        for number, name in enumerate(["a", "other", "b", "a", "other", "base", "a"]):
+            assert await say(http, name) == wanted[name], number
+        text = (await http.get("/metrics")).text
+        loads = re.findall(r'model_loads_total{outcome="ready"} (\S+)', text)
+        assert loads == ["5.0"]
+        found = re.findall(
+            r'kv_fetch_tokens_total{[^}]*model_name="base"[^}]*hit[^}]*} (\S+)', text
+        )
+        # a's prompt after each swap; b's and the model's were new then
+        assert sum(map(float, found)) == 64 * 2, text
+        await say(http, "other")
+        (card,) = (c for c in (await http.get("/v1/models")).json()["data"] if c["id"] == "a")
+        assert (card["parent"], card["status"]) == ("base", "registered")
+        scales = (await http.get("/lora-adapters", params={"model": "base"})).json()
+        assert [Path(each["path"]).name for each in scales] == ["a", "b"]
+    await pool.close()
+
+
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.thorough)])
 async def test_callers_come_and_go_over_few_places_and_none_hangs(
     folder: Path, exact: dict[str, list[int]], tmp_path: Path, seconds: float
@@ -624,6 +707,20 @@ async def test_what_the_scheduler_does_changes_no_answer(
         wanted = [await say(http, name, max_tokens=70) for name in names]
     more = {"num_blocks": 24, "future_memory_check": False}
     async with serving(folder, **(more | settings)) as (http, client, _):
+        adapters, scheduler = client._core.adapters, client._core.scheduler
+        assert adapters is not None
+        leased, preempted = True, 0
+
+        def note(plan: Any) -> None:
+            """Each request has one lease, forks share it, and it stays while preempted."""
+            nonlocal leased, preempted
+            adapted = [each for each in scheduler.requests if each.asked.adapter]
+            uses = adapters._uses
+            leased &= {request_of(each.request_id) for each in adapted} <= uses.keys()
+            leased &= sum(map(adapters.books.num_leases, adapters._adapters)) == len(uses)
+            preempted += any(each.num_preemptions and not each.block_ids for each in adapted)
+
+        client._core.on_plan = note
         found = await asyncio.gather(*(say(http, name, max_tokens=70) for name in names))
         assert found == wanted
         assert getattr(client.stats.scheduler, counter) > 0
@@ -631,3 +728,5 @@ async def test_what_the_scheduler_does_changes_no_answer(
                 "return_token_ids": True, "ignore_eos": True}  # fmt: skip
         both = (await http.post("/v1/completions", json=body)).json()["choices"]
         assert [each["token_ids"] for each in both] == [wanted[2], wanted[2]]
+        assert leased
+        assert (preempted > 0) == ("preemption" in settings)

@@ -9,11 +9,12 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.backends.loading.load import load_backend
 from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.reference.null import NullBackend, expected_tokens
-from paceline.core.request import FinishReason
+from paceline.core.request import AdapterUse, FinishReason
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine import finished_answers
 from paceline.engine.core import EngineCore
@@ -25,7 +26,7 @@ from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.errors import ConfigError
 from paceline.speculation import draft_choice
 from tests.backends.torch.models import VOCAB, save_model
-from tests.driving import ask, make_request
+from tests.driving import adapter_use, ask, make_request
 
 ME, OTHER = Owner("a", None), Owner("b", None)
 AUTO = {"method": "auto"}
@@ -251,6 +252,25 @@ def test_the_same_question_again_is_drafted() -> None:
     with closing(_llm(AUTO | {"finished_answers_bytes": 0})) as llm:
         assert _right(llm, _request(PROMPT), _request(PROMPT)) == 0
         assert engine_stats(llm.core, 0.0).finished_answers_bytes == 0
+
+
+def test_answers_of_one_adapter_are_drafted_for_no_other() -> None:
+    class Adapters:
+        """All are resident; a request's id ends with its adapter."""
+
+        def use_of(self, request_id: str) -> AdapterUse:
+            return adapter_use(int(request_id[-1]), 0.5 if "half" in request_id else 1.0)
+
+        def close(self) -> None: ...
+
+    def ask_for(adapter: str | None) -> int:
+        request = _request(PROMPT, adapter=adapter)
+        return _right(llm, replace(request, request_id=f"{request.request_id} {adapter}"))
+
+    with closing(_llm(AUTO)) as llm:
+        llm.core.adapters = Adapters()  # type: ignore[assignment]
+        assert [ask_for("a1"), ask_for("a2"), ask_for("half a1"), ask_for(None)] == [0] * 4
+        assert min(ask_for("a1"), ask_for("a2"), ask_for("half a1"), ask_for(None)) > 30
 
 
 def test_it_is_told_in_the_request_s_account() -> None:

@@ -39,8 +39,11 @@ __all__ = [
 _COMMA: Final = re.compile(r"(?<!\\),")
 # flags of the server's that each model may have of its own
 _OF_MODELS: Final = frozenset(
-    {"tool_call_parser", "reasoning_parser", "default_chat_template_kwargs"}
-)
+    {
+        "tool_call_parser", "reasoning_parser", "default_chat_template_kwargs", "enable_lora",
+        "lora_modules", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_memory", "lora_dtype",
+    }
+)  # fmt: skip
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -192,13 +195,13 @@ def given_models(args: argparse.Namespace) -> tuple[GivenModel, ...]:
         raise ConfigError(
             "--served-model-name is for one model: --model NAME=MODEL,alias=OTHER names several"
         )
-    for flag in ("enable_lora", "kv_store", "kv_port"):
-        value = getattr(args, flag, None)
-        # 0 is a port
-        if value is not None and value is not False:
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} is for one model: start a server of its own for it"
-            )
+    if args.kv_port is not None:
+        raise ConfigError("--kv-port is for one model: start a server of its own for it")
+    if args.enable_lora:
+        raise ConfigError(
+            "adapters are those of one of several models: give their flags to that one, as in "
+            "--model NAME=MODEL,enable-lora,lora-modules=sql=PATH"
+        )
     return tuple(given)
 
 

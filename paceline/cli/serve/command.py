@@ -249,6 +249,7 @@ def _run_several(
             models=SeveralModels(
                 pool=pool,
                 configs=configs,
+                adapters=several.adapters,
                 first=first,
                 autoload=args.models_autoload,
                 max_waits={

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from urllib.parse import quote
 
 from paceline.backends.loading.memory_estimate import served_memory
 from paceline.backends.machine.cpu import available_memory
 from paceline.checkpoints.gguf.shards import weight_files
+from paceline.checkpoints.open import open_adapter, open_checkpoint
+from paceline.cli.flags.adapter_options import adapter_config, adapter_settings
 from paceline.cli.flags.arguments import Parser
+from paceline.cli.flags.block_options import block_settings
 from paceline.cli.flags.model_options import GivenModel, check_names, model_arguments
 from paceline.cli.flags.options import engine_settings
 from paceline.cli.flags.server_options import RESTART_WINDOW
@@ -45,6 +50,8 @@ _PROCESS_BYTES: Final = 64 * 2**20
 _LEAST_TOKENS: Final = 4096
 # most of the memory that the KV cache of one model gets by itself, as of a single model
 _KV_SHARE: Final = 4
+# part of a model's memory that its adapters get at most where no number is given
+_ADAPTERS: Final = 10
 # a pooled model's weights in memory over its files
 _FILES: Final = 1.3
 
@@ -60,6 +67,8 @@ class Several:
     # names on the command line, which are loaded at start as far as they fit
     named: tuple[str, ...]
     memory: int
+    # the model of each adapter, by name
+    adapters: Mapping[str, str]
 
 
 def prepare(
@@ -90,14 +99,18 @@ def prepare(
     specs: list[ModelSpec] = []
     settings: dict[str, EngineSettings] = {}
     arguments: dict[str, argparse.Namespace] = {}
+    adapters: dict[str, str] = {}
     for given in models:
         name, broken, account, most_waiting = given.name, "", Account(), None
         try:
             own = model_arguments(parser, args, given)
             made = engine_settings(own, log_level=args.log_level, log_format=args.log_format)
-            name = name or made.model_name
+            name, share = name or made.model_name, given.weight / weights
             most_waiting = made.scheduler.max_num_waiting
-            account, kv_bytes = _account(made, memory, given.weight / weights)
+            made = _with_adapters(made, own, int(memory * share))
+            account, kv_bytes = _account(made, memory, share)
+            if account.kv and args.kv_store is not None:
+                made = made.changed(**_kept_blocks(args, name, share))
             if kv_bytes is not None:
                 made = made.changed(kv_cache_bytes=kv_bytes)
             made = replace(
@@ -109,6 +122,7 @@ def prepare(
             if args.record is not None:
                 made = replace(made, record=f"{Path(args.record).resolve()}.{len(settings)}")
             settings[name], arguments[name] = made, own
+            adapters |= {module.name: name for module in own.lora_modules}
         except (CheckpointError, ConfigError) as error:
             if not given.found:
                 raise
@@ -122,7 +136,10 @@ def prepare(
             )
         )  # fmt: skip
     check_names(
-        [each for spec in specs for each in (spec.name, *spec.aliases)],
+        [
+            *(each for spec in specs for each in (spec.name, *spec.aliases)),
+            *(module.name for own in arguments.values() for module in own.lora_modules),
+        ],
         [spec.fallback for spec in specs],
     )
     if not settings:
@@ -139,8 +156,31 @@ def prepare(
         )
     named = tuple(spec.name for spec, given in zip(specs, models, strict=True) if not given.found)
     return Several(
-        specs=tuple(specs), settings=settings, arguments=arguments, named=named, memory=memory
-    )
+        specs=tuple(specs), settings=settings, arguments=arguments, named=named, memory=memory,
+        adapters=adapters,
+    )  # fmt: skip
+
+
+def _with_adapters(settings: EngineSettings, own: argparse.Namespace, part: int) -> EngineSettings:
+    """Return a model's settings with its adapters, whose files are checked, and their memory.
+
+    Args:
+        part: bytes of this model.
+    """
+    adapters = adapter_settings(own)
+    if settings.model_path is None or not own.enable_lora:
+        return settings.changed(**adapters)
+    model = open_checkpoint(Path(settings.model_path)).config
+    for module in adapter_config(own).modules:
+        open_adapter(Path(module.path), model, own.max_lora_rank)
+    return settings.changed(**adapters | {"lora_bytes": own.lora_memory or part // _ADAPTERS})
+
+
+def _kept_blocks(args: argparse.Namespace, name: str, share: float) -> dict[str, Any]:
+    """Return the settings of the KV blocks that a model keeps, in a folder of its own."""
+    blocks = block_settings(args)
+    folder = os.path.join(blocks["kv_store"], quote(name, safe=""))
+    return blocks | {"kv_store": folder, "kv_store_bytes": int(blocks["kv_store_bytes"] * share)}
 
 
 def _is_alone(given: GivenModel, models: Sequence[GivenModel]) -> bool:
@@ -170,7 +210,7 @@ def _account(settings: EngineSettings, memory: int, share: float) -> tuple[Accou
         return Account(process=_PROCESS_BYTES, weights=int(_FILES * size)), None
     account = Account(
         process=max(_PROCESS_BYTES, found.process_bytes), weights=found.weight_bytes,
-        swap=load.swap_bytes or 0,
+        swap=load.swap_bytes or 0, adapters=settings.lora_bytes or 0,
     )  # fmt: skip
     token = found.kv_bytes_per_token
     # by default half as much as the KV cache may be swapped to

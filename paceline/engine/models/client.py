@@ -6,13 +6,14 @@ It does not know when a load is due: requests reach it with a lease (``pool``).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from msgspec.structs import replace
 
-from paceline.engine.protocol import EngineClient, Sink, Tokenizer
-from paceline.engine.supervision.supervised import added
+from paceline.engine.protocol import AdapterClient, EngineClient, Sink, Tokenizer
+from paceline.engine.supervision.supervised import KnownAdapter, added
 from paceline.engine.types import (
+    AdapterStatus,
     EngineFaults,
     EngineInfo,
     EngineStats,
@@ -42,6 +43,8 @@ class LoadableClient:
         self._before: EngineStats | None = None
         self._lost = EngineFaults()
         self._stats = engine.stats
+        # adapters by key: every engine gets them
+        self._adapters: dict[str, KnownAdapter] = {}
         self.adopt(engine)
 
     def adopt(self, engine: EngineClient) -> None:
@@ -50,6 +53,9 @@ class LoadableClient:
         engine.on_stats = self._note_stats
         engine.on_timeline = self._note_timeline
         engine.on_dead = self._note_end
+        if isinstance(engine, AdapterClient):
+            for key, known in self._adapters.items():
+                engine.register_adapter(key, known.path, known.digest, pinned=known.pinned)
         self._note_stats(engine.stats)
 
     async def unload(self) -> None:
@@ -96,6 +102,37 @@ class LoadableClient:
     async def abort(self, request_id: str) -> None:
         if self._engine is not None:
             await self._engine.abort(request_id)
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterStatus]:
+        """Latest news of each adapter."""
+        news = {
+            key: AdapterStatus(key, "registered", digest=known.digest)
+            for key, known in self._adapters.items()
+        }
+        engine = self._engine
+        return news | dict(engine.adapters if isinstance(engine, AdapterClient) else {})
+
+    async def load_adapter(self, key: str, path: str, *, pinned: bool = False) -> AdapterStatus:
+        """Load an adapter as ``AdapterClient.load_adapter`` does; later engines get it too. While
+        the model is not in memory it is ``registered``, and loaded with the model."""
+        engine, status = self._engine, AdapterStatus(key, "registered")
+        if isinstance(engine, AdapterClient):
+            status = await engine.load_adapter(key, path, pinned=pinned)
+        if status.status != "failed":
+            self.register_adapter(key, path, status.digest, pinned=pinned)
+        return status
+
+    def register_adapter(
+        self, key: str, path: str, digest: str = "", *, pinned: bool = False
+    ) -> None:
+        """Have later engines load an adapter."""
+        self._adapters[key] = KnownAdapter(path, digest, pinned)
+
+    def unload_adapter(self, key: str) -> None:
+        self._adapters.pop(key, None)
+        if isinstance(self._engine, AdapterClient):
+            self._engine.unload_adapter(key)
 
     def check_health(self) -> None:
         if self._engine is not None:

@@ -22,10 +22,12 @@ class Account:
     # KV cache when full, and host memory to swap to
     kv: int = 0
     swap: int = 0
+    # most bytes of adapters
+    adapters: int = 0
 
     @property
     def total(self) -> int:
-        return self.process + self.weights + self.kv + self.swap
+        return self.process + self.weights + self.kv + self.swap + self.adapters
 
     def by_kind(self) -> Mapping[str, int]:
         """Return the bytes by the account's name."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -16,6 +17,7 @@ from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.quarantine import Place, Suspect
 from paceline.engine.types import (
     AdapterStats,
+    BlockStats,
     ChoiceDelta,
     EngineFaults,
     EngineStats,
@@ -30,6 +32,7 @@ __all__ = [
     "Call",
     "Counts",
     "Engine",
+    "KnownAdapter",
     "aborted_output",
     "added",
     "fail_wait",
@@ -112,37 +115,46 @@ def aborted_output(request: GenerationRequest) -> GenerationOutput:
     )
 
 
+class KnownAdapter(NamedTuple):
+    """An adapter as it was loaded."""
+
+    path: str
+    # empty: it was not loaded yet
+    digest: str
+    pinned: bool = False
+
+
 # the fields of SchedulerStats that add up; the others are present values
 COUNTERS: Final = tuple(f.name for f in fields(SchedulerStats) if f.metadata.get("counts"))
+# the same of the parts that an engine may lack, and what stands for one that is lacking
+_PARTS: Final[Mapping[str, tuple[Any, tuple[str, ...]]]] = {
+    "adapters": (AdapterStats(), ("loads", "load_seconds", "gone", "wait_seconds")),
+    "blocks": (
+        BlockStats(), ("fetched", "sent_tokens", "read_bytes", "written_bytes", "errors"),
+    ),
+}  # fmt: skip
 
 
 def added(before: EngineStats, now: EngineStats) -> EngineStats:
     """Return ``now`` with its counters continuing those of ``before``, so that none ever falls."""
     old, new = before.scheduler, now.scheduler
     totals = {name: _sum(getattr(old, name), getattr(new, name)) for name in COUNTERS}
-    adapters = now.adapters
-    if before.adapters is not None:
-        adapters = adapters or AdapterStats()
-        adapters = msgspec.structs.replace(
-            adapters,
-            **{
-                name: _sum(getattr(before.adapters, name), getattr(adapters, name))
-                for name in ("loads", "load_seconds", "gone", "wait_seconds")
-            },
-        )
+    parts: dict[str, Any] = {}
+    for part, (empty, counters) in _PARTS.items():
+        if (earlier := getattr(before, part)) is not None:
+            present = getattr(now, part) or empty
+            sums = {name: _sum(getattr(earlier, name), getattr(present, name)) for name in counters}
+            parts[part] = msgspec.structs.replace(present, **sums)
     return msgspec.structs.replace(
-        now,
-        num_steps=before.num_steps + now.num_steps,
-        scheduler=replace(new, **totals),
-        adapters=adapters,
+        now, num_steps=before.num_steps + now.num_steps, scheduler=replace(new, **totals), **parts
     )
 
 
 def _sum(before: Any, now: Any) -> Any:
-    """Add two numbers, or numbers by name."""
+    """Add two numbers, or numbers by name or names."""
     if not isinstance(now, tuple):
         return before + now
-    total = dict(before)
-    for name, count in now:
-        total[name] = total.get(name, 0) + count
-    return tuple(total.items())
+    total = Counter[Any]()
+    for *names, count in (*before, *now):
+        total[tuple(names)] += count
+    return tuple((*names, count) for names, count in total.items())

@@ -24,7 +24,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -40,6 +40,7 @@ from paceline.engine.supervision.supervised import (
     Call,
     Counts,
     Engine,
+    KnownAdapter,
     aborted_output,
     added,
     fail_wait,
@@ -82,14 +83,6 @@ _QUARANTINE_SECONDS: Final = 30.0
 _ABORT_GRACE: Final = 5.0
 
 
-class _Loaded(NamedTuple):
-    """An adapter as it was loaded."""
-
-    path: str
-    digest: str
-    pinned: bool = False
-
-
 class SupervisedEngineClient:
     """An ``EngineClient`` that outlives its engine. Make one with ``start``.
 
@@ -118,7 +111,7 @@ class SupervisedEngineClient:
         self._calls: dict[str, Call] = {}
         self._quarantine = Quarantine()
         # the adapters that were loaded, by key: every engine gets them
-        self._adapters: dict[str, _Loaded] = {}
+        self._adapters: dict[str, KnownAdapter] = {}
         # paths of loads under way, by key
         self._loading: dict[str, str] = {}
         self._deadly = DeadlyLoads()
@@ -242,7 +235,7 @@ class SupervisedEngineClient:
         finally:
             del self._loading[key]
         if status.status != "failed":
-            self._adapters[key] = _Loaded(path, status.digest, pinned)
+            self._adapters[key] = KnownAdapter(path, status.digest, pinned)
         return status
 
     def _check_load(self, path: str) -> None:
@@ -257,6 +250,14 @@ class SupervisedEngineClient:
         for key, (path, digest, pinned) in adapters:
             if wanted(path):
                 client.register_adapter(key, path, digest, pinned=pinned)
+
+    def register_adapter(
+        self, key: str, path: str, digest: str = "", *, pinned: bool = False
+    ) -> None:
+        """Have this and later engines serve an adapter that was loaded before."""
+        self._adapters[key] = KnownAdapter(path, digest, pinned)
+        if self._engine is not None:
+            self._engine.client.register_adapter(key, path, digest, pinned=pinned)
 
     def unload_adapter(self, key: str) -> None:
         """Forget an adapter; requests that use it go on."""

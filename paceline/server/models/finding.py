@@ -46,7 +46,7 @@ _BY_BODY: Final = GENERATE_PATHS | {
     "/detokenize", "/apply-template", "/api/show",
 }  # fmt: skip
 # routes about one model, which the query may name
-_BY_QUERY: Final = frozenset({"/props", "/slots", "/tokenizer_info"})
+_BY_QUERY: Final = frozenset({"/props", "/slots", "/tokenizer_info", "/lora-adapters"})
 # routes that another model may answer: ids and vectors are of one model
 _FALLS_BACK: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat",
@@ -72,6 +72,7 @@ class Models:
         routers: make the routes of a service.
         max_waits: seconds of loading above which a request gets 429 instead, by name of the model.
         autoload: requests load what they name, unless their query has ``autoload=false``.
+        adapters: the model of each adapter, by name.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Models:
         *,
         autoload: bool,
         max_waits: Mapping[str, float],
+        adapters: Mapping[str, str],
     ) -> None:
+        self.adapters = adapters
         self.pool, self.front, self.first = pool, front, first
         self._configs, self._routers, self._autoload = configs, routers, autoload
         self._max_waits = max_waits
@@ -110,7 +113,9 @@ class Models:
                 name = request.query_params.get("model")
             loads = _SWITCH.get(request.query_params.get("autoload", ""), self._autoload)
             known = self.known(name)
-            answers = self._answering(known, loads=loads) if path in _FALLS_BACK else known
+            # a model in place of an adapter's would answer without it
+            may_fall_back = path in _FALLS_BACK and name not in self.adapters
+            answers = self._answering(known, loads=loads) if may_fall_back else known
             if answers != known:
                 known = body["model"] = answers
             elif not loads:
@@ -205,7 +210,7 @@ class Models:
             return self.first
         if name.endswith(_TAG) and name not in self.pool.states.models:
             name = name.removesuffix(_TAG)
-        return self.pool.states.find(name).name
+        return self.pool.states.find(self.adapters.get(name, name)).name
 
     async def make_all(self) -> None:
         """Make the services of all models that were in memory, to be described."""
@@ -251,6 +256,8 @@ class Models:
         # it reads files
         config = await asyncio.to_thread(self._configs[name])
         service = make_service(self.pool.clients[name], config, self.front)
+        if service.adapters is not None:
+            await service.adapters.load_given()
         for router in self._routers:
             router(service)
         self.services[name] = service

@@ -75,12 +75,15 @@ def _open_ai(models: Models) -> Routes:
     async def listed(_request: Request) -> Response:
         await models.make_all()
         cards = [_card(models, model) for model in models.pool.states.models.values()]
+        cards += [_adapter_card(models, name) for name in models.adapters]
         return encoded({"object": "list", "data": cards})
 
     async def one(request: Request) -> Response:
         await models.make_all()
-        name = models.known(request.path_params["name"])
-        return encoded(_card(models, models.pool.states.find(name)))
+        name = request.path_params["name"]
+        if name in models.adapters:
+            return encoded(_adapter_card(models, name))
+        return encoded(_card(models, models.pool.states.find(models.known(name))))
 
     _add(routes, "GET", "/v1/models", listed)
     _add(routes, "GET", "/v1/models/{name:path}", one)
@@ -190,6 +193,18 @@ def _card(models: Models, model: Model) -> dict[str, Any]:
     if service is not None:
         card = model_card(service, model.name)
     return card | {"aliases": list(model.spec.aliases), "status": _status(models, model)}
+
+
+def _adapter_card(models: Models, name: str) -> dict[str, Any]:
+    parent = models.adapters[name]
+    service = models.services.get(parent)
+    if service is not None and name in service.rules.adapters:
+        return model_card(service, name)
+    created = models.front.created
+    return {
+        "id": name, "object": "model", "created": created, "owned_by": "paceline",
+        "parent": parent, "status": "registered",
+    }  # fmt: skip
 
 
 def _status(models: Models, model: Model) -> dict[str, Any]:

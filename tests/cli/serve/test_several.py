@@ -14,16 +14,19 @@ import numpy as np
 import pytest
 
 from paceline.backends.native.packed import PackedCopies, fingerprint
+from paceline.checkpoints.open import open_checkpoint
 from paceline.cli.flags.arguments import Parser
 from paceline.cli.flags.model_options import GivenModel, given_models, model_arguments
 from paceline.cli.flags.options import chosen_model
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.main import build_parser
 from paceline.cli.serve import engine_process
-from paceline.cli.serve.several import prepare
+from paceline.cli.serve.several import Several, prepare
 from paceline.engine.models.page import Page, Slot, make_page
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.quantize.version import VERSION
+from tests.backends.torch.models import save_model
+from tests.checkpoints.adapters import random_pairs, write_peft
 from tests.checkpoints.builders import llama_tensors, write_gguf
 from tests.cli.servers import start_server
 from tests.server.helpers import chat_body, metric
@@ -258,10 +261,53 @@ def test_an_engine_ends_in_order_where_its_server_and_the_turns_are_gone(
     assert lowered == [True]
 
 
-def test_blocks_of_several_models_are_neither_kept_nor_given_away(tmp_path: Path) -> None:
-    for flags in (("--kv-store", "blocks"), ("--kv-port", "0")):
-        with pytest.raises(ConfigError, match=f"{flags[0]} is for one model"):
-            _prepared(tmp_path, "--model", "x=null", "--model", "y=null", *flags)
+def test_blocks_of_several_models_are_not_given_away(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--kv-port is for one model"):
+        _prepared(tmp_path, "--model", "x=null", "--model", "y=null", "--kv-port", "0")
+
+
+def test_each_model_keeps_blocks_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    save_model(tmp_path / "m", "llama")
+    flags = ("--kv-store", str(tmp_path / "kv"), "--kv-store-size", "4GiB")
+    models = (f"x/1={tmp_path}/m,weight=3", f"y={tmp_path}/m", "z=null")
+    several = _prepared(tmp_path, *(each for m in models for each in ("--model", m)), *flags)
+    found = {name: (s.kv_store, s.kv_store_bytes) for name, s in several.settings.items()}
+    assert found["x/1"] == (str(tmp_path / "kv" / "x%2F1"), int(0.6 * (4 << 30)))
+    assert found["y"] == (str(tmp_path / "kv" / "y"), int(0.2 * (4 << 30)))
+    # the null backend's blocks are numbers
+    assert found["z"][0] is None
+
+
+def test_a_model_has_adapters_of_its_own(tmp_path: Path) -> None:
+    save_model(tmp_path / "m", "llama")
+    pairs = random_pairs(open_checkpoint(tmp_path / "m").config)
+    sql, chat = (str(write_peft(tmp_path / name, pairs)) for name in ("sql", "chat"))
+    one = f"x={tmp_path}/m,enable-lora,lora-modules=sql={sql},lora-modules=chat={chat},max-loras=3"
+
+    def prepared(*flags: str) -> Several:
+        return _prepared(tmp_path, "--memory", "4GiB", *flags)
+
+    several = prepared("--model", one, "--model", f"y={tmp_path}/m")
+    assert several.adapters == {"sql": "x", "chat": "x"}
+    x, y = several.settings["x"], several.settings["y"]
+    assert (x.enable_lora, x.scheduler.max_adapters, y.enable_lora) == (True, 3, False)
+    accounts = {spec.name: spec.account.adapters for spec in several.specs}
+    assert accounts == {"x": (1 << 30) // 2 // 10, "y": 0}
+    assert x.lora_bytes == accounts["x"]
+    several = prepared("--model", f"{one},lora-memory=9MiB", "--model", f"y={tmp_path}/m")
+    assert several.settings["x"].lora_bytes == 9 << 20
+    for flags, said in (
+        (("--model", one, "--model", "y=null", "--enable-lora"), "give their flags to that one"),
+        (("--model", one, "--model", "sql=null"), "sql names 2 models"),
+        (("--model", f"x={tmp_path}/m,lora-modules=sql={sql}", "--model", "y=null"),
+         "--lora-modules has no effect without --enable-lora"),
+        (("--model", f"{one},lora-root=/a", "--model", "y=null"), "--lora-root is the server's"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            prepared(*flags)
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        prepared("--model", f"x={tmp_path}/m,enable-lora,lora-modules=sql={tmp_path}/none",
+                 "--model", "y=null")  # fmt: skip
 
 
 def _pids(server: Any) -> list[int]:

@@ -12,15 +12,17 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from paceline.engine.process.client import ProcessEngineClient
-from paceline.engine.supervision.supervised import added
-from paceline.engine.supervision.supervisor import SupervisedEngineClient, _Loaded
+from paceline.engine.supervision.supervised import KnownAdapter, added
+from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text.output_processor import merge_outputs
 from paceline.engine.types import (
+    BlockStats,
     EngineStats,
     GenerationOutput,
     GenerationRequest,
@@ -359,8 +361,18 @@ def test_sums_of_statistics_never_fall() -> None:
             waited=(("slots", 1.0), ("memory", 0.25)),
         ),
         iteration_tokens=(4,),
+        blocks=BlockStats(fetched=(("disk", "hit", 5), ("disk", "late", 1)), store_bytes=7),
+    )
+    before = msgspec.structs.replace(
+        before, blocks=BlockStats(fetched=(("disk", "hit", 64), ("peer", "hit", 2)), store_bytes=9)
     )
     total = added(before, now)
+    assert total.blocks == BlockStats(
+        fetched=(("disk", "hit", 69), ("peer", "hit", 2), ("disk", "late", 1)), store_bytes=7
+    )
+    # also while there is no engine
+    resting = added(before, EngineStats(time=0.0, num_steps=0)).blocks
+    assert resting == BlockStats(fetched=(("disk", "hit", 64), ("peer", "hit", 2)))
     sums = total.scheduler
     assert (total.num_steps, sums.num_preemptions, sums.actual_step_seconds) == (6, 3, 1.75)
     assert dict(sums.refused) == {"queue-full": 1, "pressure": 5}
@@ -408,7 +420,7 @@ async def test_an_adapter_whose_load_ends_the_engine_twice_is_not_loaded_for_a_w
             await client.load_adapter("x#2", "/deadly")
         assert 0 < found.value.retry_after <= 60
         # requests that name it are answered alike, and others are served
-        client._adapters["x#3"] = _Loaded("/deadly", "digest")
+        client._adapters["x#3"] = KnownAdapter("/deadly", "digest")
         with pytest.raises(EngineLostError, match="while this adapter was loaded"):
             await whole(client, make("r", adapter="x#3"))
         assert (await whole(client, make("s"))).finished

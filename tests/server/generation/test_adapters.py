@@ -38,6 +38,11 @@ class Client:
         self.adapters[key] = AdapterStatus(key, "resident", digest=Path(path).name)
         return self.adapters[key]
 
+    def register_adapter(
+        self, key: str, path: str, digest: str = "", *, pinned: bool = False
+    ) -> None:
+        raise AssertionError("no engine follows another here")
+
     def unload_adapter(self, key: str) -> None:
         self.adapters.pop(key, None)
 
