@@ -5,7 +5,7 @@
     GET /                      a browser is sent to /ui/; other programs get 404, as before
     GET /ui/  /ui/TAB          index.html, revalidated each time
     GET /ui/v/VERSION/PATH     a file, cached by the browser for good
-    GET /ui/api/timeline       the engine's timeline, for a key of scope admin
+    GET /ui/api/timeline       an engine's timeline, for a key of scope admin; ?model= of several
     GET /ui/api/promises       targets met, waits, steps and their cost, likewise
     * /ui/api/what-if...       see ``what_if.routes``, likewise
     GET /ui/api/operations     keys, limits, models, settings and state, likewise
@@ -32,6 +32,7 @@ from paceline.http.fields import show
 from paceline.http.sse import STREAM_HEADERS
 from paceline.http.web import refuse_strange_names
 from paceline.server.generation.service import Service
+from paceline.server.protocol.field_types import check_model
 from paceline.server.transport.responses import answering
 from paceline.web.assets import BUILT_IN, Assets, load_assets
 from paceline.web.feed import Feed, TooManyViewersError
@@ -84,20 +85,41 @@ def ui_router(service: Service) -> APIRouter:
         _refuse_strange_names(request, service)
         return assets().response(request, "v/{version}/{path}".format(**request.path_params))
 
-    feed = None
+    feed, models = None, service.models
+    # by name of the model, of those other than the first
+    feeds: dict[str, Feed] = {}
     if config.timeline_history:
         feed = Feed(service.client, config.timeline_history)
+    if feed is not None and models is not None:
+
+        def watch(name: str, made: Service) -> None:
+            if name != models.first:
+                feeds[name] = Feed(made.client, config.timeline_history)
+
+        models.on_made = watch
+
+    def feed_of(name: str | None) -> Feed:
+        if feed is None:
+            raise HttpError(404, "this server keeps no timeline: it was started with --no-timeline")
+        if not name:
+            return feed
+        if models is None:
+            check_model(name, service.rules)
+            return feed
+        known = models.known(name)
+        if known != models.first and known not in feeds:
+            raise HttpError(409, f"the model {show(known)} was not in memory yet: it has no steps")
+        return feeds.get(known, feed)
 
     async def timeline(request: Request) -> Response:
         _refuse_strange_names(request, service)
-        if feed is None:
-            raise HttpError(404, "this server keeps no timeline: it was started with --no-timeline")
+        found = feed_of(request.query_params.get("model"))
         since, seconds = _range(request)
         if not _flag(request, "follow"):
-            body = feed.history(since=since, seconds=seconds)
+            body = found.history(since=since, seconds=seconds)
             return Response(body, media_type=_FRAMES, headers=_API_HEADERS)
         try:
-            frames = feed.follow(
+            frames = found.follow(
                 since=since,
                 seconds=seconds,
                 ends=lambda: service.is_ending and not service.in_flight,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import httpx
+
 from tests.cli.servers import start_server
-from tests.ui.conftest import OpenPage
+from tests.ui.conftest import OpenPage, expect
 
 
 def test_models_are_shown_loaded_and_pinned(open_page: OpenPage) -> None:
@@ -26,4 +28,30 @@ def test_models_are_shown_loaded_and_pinned(open_page: OpenPage) -> None:
         page.get_by_role("row", name="b unloaded").wait_for()
         page.get_by_role("button", name="Load a").click()
         page.get_by_role("row", name="a ready").wait_for()
+        page.close()
+
+
+def test_the_timeline_is_that_of_the_model_that_is_chosen(open_page: OpenPage) -> None:
+    models = ("--model", "a=null", "--model", "b=null,null-step-time=0.001", "--memory", "1GiB")
+
+    def ask(address: str, model: str, tokens: int) -> None:
+        body = {"model": model, "prompt": "x", "max_tokens": tokens, "ignore_eos": True}
+        assert httpx.post(f"{address}/v1/completions", json=body, timeout=60).status_code == 200
+
+    with start_server(*models) as server:
+        page = open_page(f"{server.address}/ui/timeline")
+        choice = page.get_by_label("Model", exact=True)
+        expect(choice).to_have_value("a")
+        ask(server.address, "a", 5)
+        page.wait_for_function("pacelineTimeline.history.count === 5")
+        choice.select_option("b")
+        page.get_by_text("the model 'b' was not in memory yet").wait_for()
+        ask(server.address, "b", 9)
+        page.wait_for_function("pacelineTimeline.history.count === 9", timeout=20_000)
+        # and back, to what was there
+        choice.select_option("a")
+        page.wait_for_function("pacelineTimeline.history.count === 5")
+        page.goto(f"{server.address}/ui/timeline?model=b")
+        page.wait_for_function("pacelineTimeline.history.count === 9")
+        expect(page.get_by_label("Model", exact=True)).to_have_value("b")
         page.close()

@@ -13,8 +13,16 @@ import pytest
 
 from paceline.backends.reference.null import NullBackend
 from paceline.engine.local import LocalEngineClient
+from paceline.engine.models.client import Start
+from paceline.engine.models.front import FrontClient
+from paceline.engine.models.ledger import Account
+from paceline.engine.models.model import ModelSpec
+from paceline.engine.models.pool import ModelPool
+from paceline.engine.models.states import ModelStates
+from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
+from paceline.server.app import SeveralModels
 from paceline.timeline.codec import Decoder, encode
 from paceline.timeline.events import (
     VERSION,
@@ -80,6 +88,55 @@ async def test_what_ran_is_there(told_engine: LocalEngineClient) -> None:
             {k: round(v, 1) for k, v in waited.items()}, abs=1.0
         )
     assert b"whisper" not in got.content
+
+
+async def test_each_of_several_models_has_a_timeline_of_its_own() -> None:
+    def start(name: str) -> Start:
+        async def started(tokenizer: Tokenizer | None) -> EngineClient:
+            backend = NullBackend(vocab_size=VOCAB, step_time=0.001)
+            return null_client(backend, tokenizer=tokenizer, model=name, timeline=True)
+
+        return started
+
+    specs = [ModelSpec(name=n, account=Account(weights=9), aliases=(f"{n}{n}",)) for n in "abc"]
+    # room for one
+    pool = ModelPool(ModelStates(specs, 10), {name: start(name) for name in "abc"})
+    await pool.load("a")
+    configs = {n: (lambda n=n: ServerConfig(served_model_names=(n,))) for n in "abc"}  # type: ignore[misc]
+    app = create_app(
+        FrontClient(pool, "a"), configs["a"](), page=ui_router,
+        models=SeveralModels(pool=pool, configs=configs, first="a"),
+    )  # fmt: skip
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+
+        async def outputs(query: str) -> list[int]:
+            ended: list[Any] = []
+            model = Model(on_ended=ended.append)
+            got = await http.get(f"/ui/api/timeline?seconds=60{query}")
+            assert got.status_code == 200, got.text
+            for frame in Decoder().feed(got.content):
+                model.take(frame)
+            return [seen.ended.output_tokens for seen in ended]
+
+        for name, count in (("a", 3), ("b", 5), ("a", 4), ("bb", 6)):
+            body = {"model": name, "prompt": "x", "max_tokens": count, "ignore_eos": True}
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            await asyncio.sleep(0.15)
+        # loads of a model follow one another, and what came before is there
+        assert await outputs("") == await outputs("&model=a") == [3, 4]
+        assert await outputs("&model=b") == await outputs("&model=bb") == [5, 6]
+        got = await http.get("/ui/api/timeline?model=c")
+        assert got.status_code == 409, got.text
+        assert (await http.get("/ui/api/timeline?model=d")).status_code == 404
+    await pool.close()
+
+
+async def test_a_server_of_one_model_knows_its_own_name(told_engine: LocalEngineClient) -> None:
+    async with at(told_engine) as http:
+        assert (await http.get("/ui/api/timeline?model=null")).status_code == 200
+        assert (await http.get("/ui/api/timeline?model=other")).status_code == 404
 
 
 async def test_without_a_timeline_it_says_so(told_engine: LocalEngineClient) -> None:

@@ -82,7 +82,7 @@ def prepare(
     """Return the models; reads the headers of their files, and fetches those named by the hub.
 
     Args:
-        timeline: the page shows the steps of the first model.
+        timeline: the page shows the steps of each model.
         turns: the page by which engines take turns.
 
     Raises:
@@ -115,7 +115,7 @@ def prepare(
                 made = made.changed(kv_cache_bytes=kv_bytes)
             made = replace(
                 few_bits(made, makes=False).settings, model_name=name,
-                timeline=timeline and not settings, turn_weight=given.weight,
+                timeline=timeline, turn_weight=given.weight,
                 turn=None if _is_alone(given, models) else str(turns),
                 cpus=None if given.cpus is None else tuple(sorted(given.cpus)),
             )  # fmt: skip

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
 
 from paceline.cli.flags.arguments import Parser, bounded_float
 from paceline.errors import ConfigError
@@ -51,6 +52,9 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "60)",
     )
     parser.add_argument(
+        "--model", metavar="NAME", help="of a server of several models (default: its first)"
+    )
+    parser.add_argument(
         "-o",
         "--output",
         type=Path,
@@ -66,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
     url = args.address if "://" in args.address else f"http://{args.address}"
     url = f"{url.rstrip('/')}/ui/api/timeline?seconds={args.seconds:.3f}"
+    if args.model is not None:
+        url += f"&{urlencode({'model': args.model})}"
     data = fetch(url, os.environ.get("PACELINE_API_KEY", ""), _TIMEOUT, _MAX_BYTES)
     steps: list[Any] = []
     ended: list[Any] = []

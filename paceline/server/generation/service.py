@@ -99,6 +99,15 @@ Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 class ModelFinder(Protocol):
     """The models of a server that has several."""
 
+    # the model of requests that name none
+    first: str
+    # called with the name and service of each model that is first in memory
+    on_made: Callable[[str, Service], None] | None
+
+    def known(self, name: object) -> str:
+        """Return the model that a name stands for; the first for none. Raises
+        UnknownModelError."""
+
     def routed(self, method: str, path: str, handler: Handler) -> Handler:
         """Return what answers a route: the handler of the model that a request names, or
         ``handler`` where none is named by requests of this route."""

@@ -92,6 +92,7 @@ class Models:
         self._configs, self._routers, self._autoload = configs, routers, autoload
         self._max_waits = max_waits
         self.services: dict[str, Service] = {}
+        self.on_made: Callable[[str, Service], None] | None = None
         self._making: dict[str, asyncio.Task[Service]] = {}
 
     def routed(self, method: str, path: str, handler: Handler) -> Handler:
@@ -261,6 +262,8 @@ class Models:
         for router in self._routers:
             router(service)
         self.services[name] = service
+        if self.on_made is not None:
+            self.on_made(name, service)
         return service
 
 

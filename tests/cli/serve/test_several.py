@@ -235,9 +235,9 @@ def test_four_bits_that_were_made_are_served_and_none_are_made(
     assert several.settings["x"].weights_path == str(target)
 
 
-def test_only_the_first_shows_its_steps_and_all_share_the_turns(tmp_path: Path) -> None:
+def test_all_show_their_steps_and_share_the_turns(tmp_path: Path) -> None:
     several = _prepared(tmp_path, "--model", "x=null", "--model", "y=null,weight=3")
-    assert [each.timeline for each in several.settings.values()] == [True, False]
+    assert [each.timeline for each in several.settings.values()] == [True, True]
     assert {each.turn for each in several.settings.values()} == {str(tmp_path / "turns")}
     assert several.settings["y"].turn_weight == 3.0
 

@@ -1,12 +1,14 @@
 // The timeline: every step, who shares it, who waits and why. Live, or stopped and gone through step by step.
-import { h, useEffect, useRef } from "../vendor/preact.js";
+import { h, signal, useEffect, useRef } from "../vendor/preact.js";
+import { getJson } from "../lib/api.js";
 import { duration, visible } from "../lib/format.js";
 import { CAPACITY, COLUMN, LANES, QUEUE, ROWS } from "../timeline/history.js";
-import { engine, follow, heardAt, history, link, model, news, stories, take } from "../timeline/live.js";
+import { engine, follow, heardAt, history, link, model, news, of, showModel, stories, take } from "../timeline/live.js";
 import { looks, Looks, LooksLegend } from "../timeline/looks.js";
 import { Painter } from "../timeline/paint.js";
 import { byNumber, byTime, calm, cursor, drawing, everybody, filter, find, hover, live, matcher, narrowPage, query, row, selected, table, view, words } from "../timeline/shown.js";
 import { missed, nameOf, sentences, short, stateOf, WHY, wordsOf } from "../timeline/story.js";
+import { areSeveral } from "./models.js";
 import { Tables } from "./tables.js";
 
 /** @type {Painter | null} */
@@ -259,6 +261,30 @@ function Status() {
   return found.filter(Boolean);
 }
 
+/** @type {{ value: string[] }} names of the models of a server of several */
+const names = signal([]);
+async function lookForModels() {
+  try {
+    const found = (await getJson("/v1/models")).data;
+    names.value = areSeveral(found) ? found.map((/** @type {any} */ each) => each.id).filter((/** @type {string} */ _, /** @type {number} */ at) => !found[at].parent) : [];
+  } catch {
+    // it has none to choose from until it answers
+  }
+}
+
+/** Which of several models' steps are shown. */
+function Of() {
+  if (names.value.length < 2) return null;
+  return h("label", { class: "field" }, "Model ",
+    h("select", { id: "of", value: of.value || names.value[0], onChange: (/** @type {any} */ event) => {
+      selected.value = null;
+      hover.value = { x: 0, y: 0, text: "" };
+      view.end = 0;
+      showModel(event.target.value);
+      goLive();
+    } }, names.value.map((name) => h("option", { value: name, key: name }, visible(name)))));
+}
+
 function Toolbar() {
   const press = (/** @type {string} */ label, /** @type {() => void} */ act, extra = {}) => h("button", { type: "button", onClick: () => { act(); redraw(); }, ...extra }, label);
   return h("div", { class: "toolbar", role: "group", "aria-label": "Timeline" },
@@ -268,6 +294,7 @@ function Toolbar() {
     press("−", () => zoom(1 / 1.5), { "aria-label": "Zoom out" }),
     press("+", () => zoom(1.5), { "aria-label": "Zoom in" }),
     press("By time", () => { byTime.value = view.byTime = !view.byTime; }, { "aria-pressed": String(byTime.value) }),
+    h(Of, null),
     h(Looks, { changed: redraw }),
     h("label", { class: "field" }, h("span", { class: "hidden" }, "Find a request by its id"),
       h("input", { id: "find", type: "search", placeholder: "Find an id", value: find.value, autocomplete: "off", spellcheck: false,
@@ -362,6 +389,7 @@ export function Timeline({ shown }) {
     if (!shown) return;
     let stopper = new AbortController();
     follow(stopper.signal);
+    lookForModels();
     const timer = setInterval(() => { if (!document.hidden) words.value++; }, calm.matches ? 1000 : 250);
     const unsubscribe = news.subscribe(() => { if (!calm.matches) redraw(); });
     // without movement: once a second, if there are any

@@ -27,7 +27,7 @@ let lastEpoch = -1;
 let lastStep = -1;
 let lostAt = 0;
 
-export const model = new Model({
+const hooks = {
   planned: (step) => {
     // after a break some are told again
     if (epoch < lastEpoch || (epoch === lastEpoch && step.plan.step <= lastStep)) return;
@@ -50,7 +50,27 @@ export const model = new Model({
     history.cut();
     engine.value = { ...engine.value, lost: false };
   },
-});
+};
+export const model = new Model(hooks);
+
+/** The model of several whose steps are shown; empty: the server's first. */
+export const of = signal(new URLSearchParams(location.search).get("model") ?? "");
+// ends the stream of the model that was shown before
+let current = new AbortController();
+
+/** Show the steps of another model, and forget those of this one. @param {string} name */
+export function showModel(name) {
+  of.value = name;
+  Object.assign(history, new History());
+  Object.assign(model, new Model(hooks));
+  stories.clear();
+  server = epoch = lostAt = heardAt = 0;
+  lastEpoch = lastStep = -1;
+  link.value = { state: "asking", why: "" };
+  engine.value = { level: 0, draining: false, lost: false };
+  current.abort();
+  news.value++;
+}
 
 /** @param {any} frame */
 export function take(frame) {
@@ -94,10 +114,13 @@ const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 /** Reads until told to stop. @param {AbortSignal} stop */
 export async function follow(stop) {
   let wait = 500;
+  stop.addEventListener("abort", () => current.abort());
   while (!stop.aborted) {
+    const { signal: ends } = (current = new AbortController());
     try {
       const from = lastEpoch >= 0 ? `since=${lastEpoch}.${lastStep}` : "seconds=60";
-      const response = await call(`/ui/api/timeline?${from}&follow=1`, { signal: stop });
+      const whose = of.value ? `&model=${encodeURIComponent(of.value)}` : "";
+      const response = await call(`/ui/api/timeline?${from}&follow=1${whose}`, { signal: ends });
       const decoder = new Decoder();
       const reader = /** @type {ReadableStream<Uint8Array>} */ (response.body).getReader();
       for (;;) {
@@ -115,6 +138,7 @@ export async function follow(stop) {
           if (performance.now() - began > SLICE) {
             news.value++;
             await pause(0);
+            ends.throwIfAborted();
             began = performance.now();
           }
         }
@@ -123,6 +147,10 @@ export async function follow(stop) {
       link.value = { state: "retry", why: engine.value.draining ? "the server is shutting down" : "the stream ended" };
     } catch (error) {
       if (stop.aborted) return;
+      if (ends.aborted) {
+        wait = 500;
+        continue;
+      }
       if (error instanceof RangeError && error.message === "version") {
         link.value = { state: "mismatch", why: "the server was upgraded: reload this page" };
         return;
@@ -131,10 +159,11 @@ export async function follow(stop) {
         link.value = { state: error.status === 404 ? "off" : "refused", why: error.message };
         const asked = key.value;
         // another key, or none: until then there is no use in asking
-        while (!stop.aborted && key.value === asked) await pause(300);
+        while (!ends.aborted && key.value === asked) await pause(300);
         continue;
       }
-      const full = error instanceof ApiError && error.status === 503;
+      // no place for one more viewer, or nothing to see yet of a model of several
+      const full = error instanceof ApiError && (error.status === 503 || error.status === 409);
       link.value = { state: full ? "full" : "retry", why: error instanceof ApiError ? error.message : "the server does not answer" };
     }
     history.cut();
