@@ -1,5 +1,7 @@
 #include "adapter.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -26,10 +28,18 @@ void each_panel(const AdaptedProduct& shape, F&& f) {
   }
 }
 
+// What the values of a rank are divided by so that they fit signed bytes.
+float byte_scale(const float* values, int64_t count, int64_t stride) {
+  float most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(values[i * stride]));
+  return most / 127;
+}
+
 }  // namespace
 
-Adapter::Adapter(const std::vector<AdaptedProduct>& shape, const int64_t* ranks, const float* scales, bool floats)
-    : floats_(floats), shape_(shape), products_(shape.size()), ranks_(ranks, ranks + shape.size() / kParts * kAdapted) {
+Adapter::Adapter(const std::vector<AdaptedProduct>& shape, const int64_t* ranks, const float* scales,
+                 AdapterValues values)
+    : values_(values), shape_(shape), products_(shape.size()), ranks_(ranks, ranks + shape.size() / kParts * kAdapted) {
   std::vector<int64_t> scale_begins(shape.size());
   for (size_t i = 0; i < shape.size(); ++i) {
     const int64_t layer = int64_t(i) / kParts;
@@ -108,8 +118,10 @@ void Adapter::lay_out_panels(const AdaptedProduct& shape, AdapterProduct& produc
 }
 
 void Adapter::put(uint8_t* to, int64_t index, int64_t lane, float value) {
-  if (floats_) {
+  if (values_ == AdapterValues::kF32) {
     memcpy(to + (index + lane) * 4, &value, 4);
+  } else if (values_ == AdapterValues::kS8) {
+    to[index + lane] = uint8_t(int8_t(lrintf(value)));
   } else {
     const uint16_t half = float_to_bf16(value);
     memcpy(to + (index + lane % 16 * 2 + lane / 16) * 2, &half, 2);
@@ -126,11 +138,19 @@ void Adapter::set(int64_t layer, int matrix, const float* a, const float* b) {
   const int64_t rank = ranks_[size_t(layer * kAdapted + matrix)], columns = shape.columns, stride = padded(columns, kPanel);
   if (!rank) throw std::invalid_argument("matrix " + std::to_string(matrix) + " was given with rank 0");
   uint8_t* to = const_cast<uint8_t*>(product.a);
+  const AdaptedRows& rows = shape.matrices[size_t(m)];
+  // by rank: what the values of A and of B are multiplied by
+  std::vector<float> of_a(size_t(rank), 1.0f), of_b(size_t(rank), 1.0f);
+  for (int64_t k = 0; k < rank && values_ == AdapterValues::kS8; ++k) {
+    const float s = byte_scale(a + k * columns, columns, 1), t = byte_scale(b + k, rows.rows, rank);
+    scales_[size_t(product.scales - scales_.data() + product.begin[m] + k)] *= s * t;
+    of_a[size_t(k)] = s > 0 ? 1 / s : 0;
+    of_b[size_t(k)] = t > 0 ? 1 / t : 0;
+  }
   for (int64_t k = 0; k < rank; ++k) {
     const int64_t row = product.begin[m] + k, first = row / kRankUnit * kRankUnit * stride + row % kRankUnit * kPanel;
-    for (int64_t i = 0; i < columns; ++i) put(to, first + i / kPanel * kPanel * kRankUnit, i % kPanel, a[k * columns + i]);
+    for (int64_t i = 0; i < columns; ++i) put(to, first + i / kPanel * kPanel * kRankUnit, i % kPanel, a[k * columns + i] * of_a[size_t(k)]);
   }
-  const AdaptedRows& rows = shape.matrices[size_t(m)];
   // by panels, since parts end in panels that are not whole
   size_t number = 0;
   std::vector<int64_t> begins, counts;
@@ -147,7 +167,7 @@ void Adapter::set(int64_t layer, int matrix, const float* a, const float* b) {
     // 0 where the half has ranks of its own
     const int64_t offset = product.begin[m] - panel.first[lane / 16];
     for (int64_t k = 0; k < rank; ++k)
-      put(const_cast<uint8_t*>(panel.b), (offset + k) * kPanel, lane, b[r * rank + k]);
+      put(const_cast<uint8_t*>(panel.b), (offset + k) * kPanel, lane, b[r * rank + k] * of_b[size_t(k)]);
   }
 }
 

@@ -31,12 +31,14 @@ struct AdaptedProduct {
 // Ranks are padded, so that a shrink takes several at a time.
 constexpr int64_t kRankUnit = 4;
 
-// What one adapter adds to one product. Values are bfloat16 or float32, all of a layer's in one run of memory:
+// What one adapter adds to one product. Values are bfloat16, float32 or signed bytes, all of a layer's in one run of
+// memory:
 //   a  [rank / 4][columns / 32][4][32]         rows of the product's matrices one after another, four at a time, so
 //                                             that a shrink reads one run of memory
 //   b  for each panel [its rank][32 outputs]  what AdapterPanel names
 // Of 32 values in bfloat16 the first 16 are the low halves of 16 words and the others the high halves: one load and
-// two operations make floats of them.
+// two operations make floats of them. Bytes have a scale for each row of A and each column of B; as both belong to one
+// rank, `scales` holds their product, and a byte costs no more than its load.
 struct AdapterProduct {
   const uint8_t* a = nullptr;  // null: nothing
   int64_t rank = 0;
@@ -49,7 +51,7 @@ struct AdapterProduct {
 class Adapter {
  public:
   // ranks and scales: [layers, kAdapted], rank 0 where the adapter has nothing; throws std::invalid_argument
-  Adapter(const std::vector<AdaptedProduct>& shape, const int64_t* ranks, const float* scales, bool floats);
+  Adapter(const std::vector<AdaptedProduct>& shape, const int64_t* ranks, const float* scales, AdapterValues values);
 
   // a: [rank, columns], b: [rows, rank]; different matrices may be set from different threads
   void set(int64_t layer, int matrix, const float* a, const float* b);
@@ -57,17 +59,17 @@ class Adapter {
   const AdapterProduct& product(int64_t layer, int part) const { return products_[size_t(layer * kParts + part)]; }
   // the most of any product
   int64_t rank() const { return rank_; }
-  bool floats() const { return floats_; }
+  AdapterValues values() const { return values_; }
   size_t bytes() const { return memory_.size(); }
   int64_t layers() const { return int64_t(shape_.size()) / kParts; }
 
  private:
-  int64_t value_bytes() const { return floats_ ? 4 : 2; }
+  int64_t value_bytes() const { return adapter_value_bytes(values_); }
   // lane `lane` of the 32 values that begin at `index`
   void put(uint8_t* to, int64_t index, int64_t lane, float value);
   void lay_out_panels(const AdaptedProduct& shape, AdapterProduct& product, int64_t& offset);
 
-  bool floats_;
+  AdapterValues values_;
   int64_t rank_ = 0;
   std::vector<AdaptedProduct> shape_;
   std::vector<AdapterProduct> products_;

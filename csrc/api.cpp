@@ -145,9 +145,12 @@ int64_t paceline_hand_over(PacelineModel* model, const int64_t* wanted, void (*o
   return model->model.hand_over(wanted, offer, slice);
 }
 
-PacelineAdapter* paceline_adapter(const PacelineModel* model, const int64_t* ranks, const float* scales, int floats) {
+PacelineAdapter* paceline_adapter(const PacelineModel* model, const int64_t* ranks, const float* scales, int values) {
   Adapter* made = nullptr;
-  guarded([&] { made = new Adapter(model->model.adapted_products(), ranks, scales, floats != 0); });
+  guarded([&] {
+    if (values < 0 || values > 2) throw std::invalid_argument("values of an adapter are kept as 0, 1 or 2");
+    made = new Adapter(model->model.adapted_products(), ranks, scales, AdapterValues(values));
+  });
   return reinterpret_cast<PacelineAdapter*>(made);
 }
 

@@ -186,14 +186,14 @@ void Model::shrink_run(const Adapted& adapted, int64_t row, int64_t count, const
   args.count = int(count);
   args.columns = columns;
   args.a = product->a;
-  args.floats = use.adapter->floats();
+  args.values = use.adapter->values();
   args.rank = product->rank;
   args.scales = product->scales;
   args.factor = use.scale;
   args.shrunk = {shrunk_rows() + row, shrunk_stride_};
   kernels_->shrink(args);
   for (int64_t r = 0; r < count; ++r)
-    row_adapters_[size_t(row + r)] = {product->panels.data(), args.floats};
+    row_adapters_[size_t(row + r)] = {product->panels.data(), args.values};
 }
 
 template <class F>

@@ -93,6 +93,13 @@ struct Panels {
   const float* scale = nullptr;
 };
 
+// How an adapter's values are kept, see adapter.h; the numbers are those of paceline_native.h.
+enum class AdapterValues { kBF16, kF32, kS8 };
+
+constexpr int64_t adapter_value_bytes(AdapterValues values) {
+  return values == AdapterValues::kF32 ? 4 : values == AdapterValues::kBF16 ? 2 : 1;
+}
+
 // What an adapter adds to a panel of 32 outputs, by halves of 16: the sum over k of sums[first[half] + k] times
 // b[k][16 half ... 16 half + 15], see adapter.h.
 struct AdapterPanel {
@@ -104,7 +111,7 @@ struct AdapterPanel {
 // A row's adapter in one product; null panels: none.
 struct RowAdapter {
   const AdapterPanel* panels = nullptr;
-  bool floats = false;
+  AdapterValues values = AdapterValues::kBF16;
 };
 
 // What adapters made of rows: sums[k * stride + row]. Rows of a rank lie together, as they are read together.
@@ -149,7 +156,7 @@ struct ShrinkArgs {
   int count = 0;
   int64_t columns = 0;
   const uint8_t* a = nullptr;
-  bool floats = false;
+  AdapterValues values = AdapterValues::kBF16;
   int64_t rank = 0;
   const float* scales = nullptr;
   float factor = 0;

@@ -140,9 +140,9 @@ int paceline_forward(PacelineModel* model, const PacelineStep* step);
  * Returns how many times a step may. Null: never. */
 int64_t paceline_hand_over(PacelineModel* model, const int64_t* wanted, void (*offer)(void), double slice);
 /* Low-rank additions to a model's products: y += scale * B (A x). ranks and scales: [layers, 7] of q, k, v, o, gate,
- * up and down, rank 0 where there is none; floats: values are kept in float32, else in bfloat16. The model may be at
+ * up and down, rank 0 where there is none; values are kept in bfloat16 (0), float32 (1) or signed bytes (2). The model may be at
  * work meanwhile, and both calls may come from another thread. a: [rank, columns], b: [rows, rank]. */
-PacelineAdapter* paceline_adapter(const PacelineModel* model, const int64_t* ranks, const float* scales, int floats);
+PacelineAdapter* paceline_adapter(const PacelineModel* model, const int64_t* ranks, const float* scales, int values);
 int paceline_adapter_set(PacelineAdapter* adapter, int64_t layer, int matrix, const float* a, const float* b);
 int64_t paceline_adapter_bytes(const PacelineAdapter* adapter);
 void paceline_adapter_destroy(PacelineAdapter* adapter);

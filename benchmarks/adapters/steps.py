@@ -41,6 +41,8 @@ CLOCK: Final = time.thread_time if THREADS == 1 else time.perf_counter
 PROMPT: Final = 192
 # turns of 100 steps while adapters are loaded, and as many without
 LOAD_TURNS: Final = 4 if QUICK else 8
+# format of the adapters' values
+KEPT: Final = os.environ.get("LORA_DTYPE", "bfloat16")
 FORMATS: Final = os.environ.get("FORMATS", "int8/int8,q4/int8").split(",")
 # sequences, adapters
 CASES: Final = {
@@ -190,7 +192,7 @@ def loading(model: NativeModel) -> dict[str, float]:
             slices.begin()
             values = open_adapter(Path(name), CONFIG, pause=slices.pause).read(slices.pause)
             layers = CONFIG.num_hidden_layers
-            NativeAdapter(model.handle, layers, values, floats=False, pause=slices.pause)
+            NativeAdapter(model.handle, layers, values, dtype=KEPT, pause=slices.pause)
 
         times = [seconds(load, time.perf_counter) for _ in range(1 + 5)][1:]
         rows = Rows(model, 8, 1, CONTEXT)
@@ -224,7 +226,7 @@ def loaded(model: NativeModel, config: ModelConfig) -> list[NativeAdapter]:
     """Return 64 adapters in memory."""
     layers = config.num_hidden_layers
     return [
-        NativeAdapter(model.handle, layers, random_values(config, seed), floats=False)
+        NativeAdapter(model.handle, layers, random_values(config, seed), dtype=KEPT)
         for seed in range(64)
     ]
 

@@ -49,6 +49,8 @@ _NULL_BLOCKS = 4096
 _NULL_MODEL_LEN = 8192
 # least bytes for cached prefixes of a small model
 _IDLE_BYTES = 256 * 2**20
+# formats of weights next to which adapters are not rounded to bytes
+_FLOATS = ("float32", "bfloat16", "float16")
 # part of the free memory that adapters get where no number is given
 _ADAPTER_SHARE = 10
 
@@ -165,6 +167,12 @@ def _adapter_store(
     if not isinstance(backend, AdapterBackend) or backend.info.pooling is not None:
         raise ConfigError(
             f"--enable-lora: the backend {backend.info.name} has no adapters for this model"
+        )
+    if settings.lora_dtype == "int8" and backend.info.dtype in _FLOATS:
+        # measured: next to weights of 8 bits and fewer an adapter's own error is lost in theirs
+        raise ConfigError(
+            f"--lora-dtype int8 errs more than weights in {backend.info.dtype} do: it is for "
+            "--dtype int8, q4 and their like"
         )
     limits = AdapterLimits(
         max_bytes, settings.max_cpu_loras, settings.max_lora_rank, settings.lora_dtype

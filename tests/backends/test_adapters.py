@@ -52,7 +52,7 @@ class Sequence:
         if values is not None:
             assert loaded.make_adapter is not None
             self._adapters = [
-                RowAdapter(loaded.make_adapter(values, floats=True, pause=lambda: None), 1.0)
+                RowAdapter(loaded.make_adapter(values, dtype="float32", pause=lambda: None), 1.0)
             ]
 
     def feed(self, tokens: list[int]) -> NDArray[np.float64]:

@@ -47,7 +47,7 @@ from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import AdapterStatus, GenerationRequest
-from paceline.errors import EngineLostError
+from paceline.errors import ConfigError, EngineLostError
 from paceline.server.app import SeveralModels, create_app, service_of
 from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
 from tests.backends.torch.models import save_model
@@ -586,6 +586,21 @@ async def test_unknown_names_are_looked_for_in_one_folder(
         for name in ("../base", "nothing", "", "..", "x\0"):
             got = await http.post("/v1/completions", json={"model": name, "prompt": "a"})
             assert got.status_code == 404, name
+
+
+async def test_adapters_in_bytes_are_served_next_to_weights_of_as_few_bits(folder: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ConfigError, match=f"int8 errs more than weights in {dtype} do"):
+            make_client(folder, "base", dtype=dtype, lora_dtype="int8")
+    sizes = {}
+    for lora_dtype in ("bfloat16", "int8"):
+        async with serving(folder, dtype="int8", lora_dtype=lora_dtype) as (http, client, _):
+            found = [await say(http, name) for name in ("base", *NAMES)]
+            # one batch is as each alone, also with values in bytes
+            assert await asyncio.gather(*(say(http, n) for n in ("base", *NAMES))) == found
+            assert len({tuple(ids) for ids in found}) == 4
+            sizes[lora_dtype] = client.adapters["a#0"].num_bytes
+    assert sizes["int8"] < sizes["bfloat16"]
 
 
 async def test_llama_servers_list_chooses_adapters_by_place(

@@ -102,7 +102,7 @@ async def test_each_of_several_models_has_a_timeline_of_its_own() -> None:
     # room for one
     pool = ModelPool(ModelStates(specs, 10), {name: start(name) for name in "abc"})
     await pool.load("a")
-    configs = {n: (lambda n=n: ServerConfig(served_model_names=(n,))) for n in "abc"}  # type: ignore[misc]
+    configs = {n: (lambda n=n: ServerConfig(served_model_names=(n, 2 * n))) for n in "abc"}  # type: ignore[misc]
     app = create_app(
         FrontClient(pool, "a"), configs["a"](), page=ui_router,
         models=SeveralModels(pool=pool, configs=configs, first="a"),

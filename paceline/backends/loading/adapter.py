@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from paceline.backends.runner.interface import AdapterMaker, LoadedAdapter
+from paceline.backends.runner.interface import ADAPTER_BYTES, AdapterMaker, LoadedAdapter
 from paceline.checkpoints.model.adapter import AdapterFile
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.open import open_adapter
@@ -25,8 +25,8 @@ class PlannedAdapter:
     """An adapter's checked header, and how its values will be kept."""
 
     file: AdapterFile
-    # in float32, else in bfloat16
-    floats: bool
+    # of ``ADAPTER_BYTES``
+    dtype: str
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +38,7 @@ class PlannedAdapter:
             values += _padded(rank, _RANK) * (
                 _padded(inputs, _WIDTH) + 2 * _padded(outputs, _WIDTH)
             )
-        return _padded(values * (4 if self.floats else 2), _PAGE)
+        return _padded(values * ADAPTER_BYTES[self.dtype], _PAGE)
 
     @property
     def num_products(self) -> int:
@@ -79,16 +79,18 @@ class ModelAdapters:
         CheckpointError.
 
         Args:
-            dtype: "float32", "bfloat16", or "auto": float32 where the model is.
+            dtype: of ``ADAPTER_BYTES``, or "auto": float32 where the model is, else bfloat16.
         """
         file = open_adapter(Path(path), self._config, max_rank, pause)
-        return PlannedAdapter(file, "float32" in (dtype, self._dtype if dtype == "auto" else ""))
+        if dtype == "auto":
+            dtype = "float32" if self._dtype == "float32" else "bfloat16"
+        return PlannedAdapter(file, dtype)
 
     def load(self, slot: int, opened: PlannedAdapter, pause: Callable[[], None]) -> tuple[str, int]:
         """Read an adapter and put it at ``slot``; return the digest of its contents and its bytes.
         Calls ``pause`` after each small part of the work. Raises CheckpointError."""
         values = opened.file.read(pause)
-        adapter = self._make(values, floats=opened.floats, pause=pause)
+        adapter = self._make(values, dtype=opened.dtype, pause=pause)
         self._by_slot[slot] = adapter
         return values.digest, min(adapter.num_bytes, opened.num_bytes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from paceline.backends.runner.interface import RowAdapter
 from paceline.checkpoints.model.adapter import MODULES, AdapterValues
 
 __all__ = ["NativeAdapter", "step_pointers"]
+
+# as the library numbers them
+_KINDS: Final = {"bfloat16": 0, "float32": 1, "int8": 2}
 
 
 class NativeAdapter(Owner):
@@ -23,7 +27,7 @@ class NativeAdapter(Owner):
     Args:
         model: handle of the model, whose matrices it adds to.
         layers: of the model.
-        floats: values are kept in float32; False: in bfloat16.
+        dtype: how values are kept: "bfloat16", "float32", or "int8", with a scale for each rank.
         pause: called after each matrix.
 
     Raises:
@@ -38,7 +42,7 @@ class NativeAdapter(Owner):
         layers: int,
         values: AdapterValues,
         *,
-        floats: bool,
+        dtype: str,
         pause: Callable[[], None] = lambda: None,
     ) -> None:
         self._library = library()
@@ -48,7 +52,7 @@ class NativeAdapter(Owner):
         for place, (pair, _, _) in zip(places, values.pairs, strict=True):
             ranks[place], scales[place] = pair.rank, pair.scale
         self._handle = self._library.paceline_adapter(
-            model, ranks.ctypes.data, scales.ctypes.data, int(floats)
+            model, ranks.ctypes.data, scales.ctypes.data, _KINDS[dtype]
         )
         if self._handle is None:
             check(-1)

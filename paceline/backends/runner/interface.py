@@ -6,9 +6,9 @@ rows of them by an array of row numbers, which every kind of array allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from paceline.checkpoints.model.adapter import AdapterValues
 from paceline.core.outputs import BlockSwap, TokenLogprobs, WindowBlock
 
 __all__ = [
+    "ADAPTER_BYTES",
     "AdapterMaker",
     "AttentionBatch",
     "CopyableModel",
@@ -157,16 +158,21 @@ class LoadedAdapter(Protocol):
         """Bytes of its matrices."""
 
 
+# formats of adapters' values, and bytes of one
+ADAPTER_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4, "int8": 1}
+
+
 class AdapterMaker(Protocol):
     """Maker of adapters for one loaded model."""
 
     def __call__(
-        self, values: AdapterValues, *, floats: bool, pause: Callable[[], None]
+        self, values: AdapterValues, *, dtype: str, pause: Callable[[], None]
     ) -> LoadedAdapter:
-        """Make an adapter, on any thread, while the model runs.
+        """Make an adapter, on any thread, while the model runs. Raises ConfigError for a format
+        that this path does not have.
 
         Args:
-            floats: values are kept in float32, else in bfloat16.
+            dtype: how values are kept, of ``ADAPTER_BYTES``.
             pause: called after each matrix.
         """
 

@@ -28,6 +28,7 @@ from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.model.adapter import AdapterValues
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.core.outputs import BlockSwap
+from paceline.errors import ConfigError
 
 __all__ = ["TorchLoader"]
 
@@ -133,9 +134,11 @@ class TorchLoader:
         seconds = swap_seconds(move, swapped, self.block_bytes or 1)
 
         def make_adapter(
-            values: AdapterValues, *, floats: bool, pause: Callable[[], None]
+            values: AdapterValues, *, dtype: str, pause: Callable[[], None]
         ) -> TorchAdapter:
-            own = torch.float32 if floats else torch.bfloat16
+            if dtype == "int8":
+                raise ConfigError("--lora-dtype int8 needs native compute")
+            own = torch.float32 if dtype == "float32" else torch.bfloat16
             return TorchAdapter(values, dtype=own, device=device, pause=pause)
 
         return LoadedModel(step, TorchSampler(), token_logprobs, seconds, make_adapter)

@@ -92,9 +92,9 @@ def add_adapter_options(parser: Parser) -> None:
     )
     group.add_argument(
         "--lora-dtype",
-        choices=("auto", "bfloat16", "float32"),
-        help="format of adapters in memory; auto: bfloat16, or float32 with a model in float32 "
-        "(default auto)",
+        choices=("auto", "bfloat16", "float32", "int8"),
+        help="format of adapters in memory; auto: bfloat16, or float32 with a model in float32; "
+        "int8 takes half, with native compute (default auto)",
     )
     group.add_argument(
         "--allow-runtime-lora",

@@ -126,14 +126,6 @@ class StepBudget:
         if tokens := view.boosted:
             # the pace of others does not count, as their tenants had more than their share
             self._num_saved, self._saved_rows_s = 0, 0.0
-            if view.more_boosted:
-                # further ones go along in a step that is no longer than one of the others' prompts:
-                # each step is paid for with the time of its rows
-                longest = max(
-                    self.best_effort_seconds, view.step_rows * self._model.predict(view.base)
-                )
-                fits = chunk.within(view.base, start, chunk.knee(), seconds=longest)
-                tokens = max(tokens, min(tokens + view.more_boosted, fits))
             if gap < math.inf:
                 tokens = min(tokens, chunk.within(view.base, start, self._most, gap=gap))
             return Allowance(chunk.total(tokens, num_running), 0.0)

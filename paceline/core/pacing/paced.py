@@ -64,7 +64,7 @@ class Paced:
         tokens = state.valve.cap(allowance.tokens, num_running)
         # if the step is too short for all boosted prompts, running requests come first
         left = tokens - num_running - (view.boosted - waiting_boosted)
-        reserved = max(0, min(waiting_boosted + view.more_boosted, left))
+        reserved = max(0, min(waiting_boosted, left))
         background_seconds = self.share.background_seconds(view)
         others, guard = feasibility.others(view, now), self._guard(view)
         displaced_for: Request | None = None
@@ -115,15 +115,12 @@ class Paced:
             moved = self.feasibility.settle(view, starts)
             if self._deadlines.look(view, starts) or moved:
                 view = RunningView.of(running, step_rows=step_rows)
-        must_run, boosted, waiting, more = self._deadlines.must_run(view), 0, 0, 0
+        must_run, boosted, waiting = self._deadlines.must_run(view), 0, 0
         if tenants is not None:
-            head = state.waiting.ordinary.peek()
-            waiting = self._boosted_tokens(view, head)
+            waiting = self._boosted_tokens(view, state.waiting.ordinary.peek())
             boosted = waiting + sum(r.num_uncomputed_tokens for r in view.wide if r.boosted)
-            if waiting and head is not None:
-                more = state.waiting.boosted_behind(head)
         if must_run or boosted:
-            view = replace(view, must_run=must_run, boosted=boosted, more_boosted=more)
+            view = replace(view, must_run=must_run, boosted=boosted)
         return view, waiting
 
     def _lacking(self, view: RunningView) -> int:

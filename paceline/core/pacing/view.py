@@ -42,8 +42,6 @@ class RunningView:
     must_run: tuple[Request, ...] = ()
     # prompt tokens of light tenants, which must not wait for the pace of others
     boosted: int = 0
-    # the same of requests behind the first one that waits
-    more_boosted: int = 0
 
     @classmethod
     def of(cls, running: Iterable[Request], *, step_rows: float = math.inf) -> RunningView:

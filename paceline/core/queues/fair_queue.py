@@ -209,7 +209,11 @@ class FairQueue:
             for tenant in tokens:
                 if tenant not in waiting and tenant not in self._ahead:
                     self._note_ahead(tenant)
-            self._level += sum(tokens.values()) / weights.sum_of(waiting, self._ahead)
+            share, ahead = weights.sum_of(waiting, self._ahead), self._ahead
+            for tenant, spent in tokens.items():
+                # one that is served shares, too, also where none of its requests waits
+                is_known = tenant in waiting or tenant in ahead
+                self._level += spent / (share if is_known else share + weights.of(tenant))
             reached = self._reached
             while reached and reached[0][0] <= self._level:
                 entered, name = heapq.heappop(reached)

@@ -220,10 +220,6 @@ class WaitingQueues:
             tokens += self.num_tokens[each] * ahead // max(1, num)
         return requests, tokens
 
-    def boosted_behind(self, head: Request) -> int:
-        """Return the new prompt tokens of boosted requests behind a boosted head of their tier."""
-        return self._boosted_tokens[head.tier] - head.num_new_tokens
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless sums and members agree."""
         members = list(self)
