@@ -58,9 +58,9 @@ class FairQueue:
     A tenant that returns from idle enters at a level, the virtual time of fair queueing (Demers,
     Keshav and Shenker, SIGCOMM'89): the counter that an always waiting tenant would have if tokens
     were handed out one by one, to all tenants by their weights. So a token raises the level by one
-    divided by the weights of the sharing tenants: those that wait, and those that do not but were
-    served more than their share, until the level has reached their counter. So a waiting tenant can
-    be above the level for a time, and later ones enter above it.
+    divided by the weights of the sharing tenants: those that wait, those that do not but were
+    served more than their share, until the level has reached their counter, and the one that it is
+    served to. So a waiting tenant can be above the level for a time, and later ones enter above it.
 
     Tokens served while no request waits are taken from no tenant: the level then becomes the
     largest counter so far, above which no tenant enters.
@@ -214,6 +214,10 @@ class FairQueue:
                 # one that is served shares, too, also where none of its requests waits
                 is_known = tenant in waiting or tenant in ahead
                 self._level += spent / (share if is_known else share + weights.of(tenant))
+            if self._key is not _TENANT:
+                # an adapter in a flood has no more than the largest counter: others that ask now
+                # and then, and come first, do not take its time
+                self._level = min(self._level, self._largest)
             reached = self._reached
             while reached and reached[0][0] <= self._level:
                 entered, name = heapq.heappop(reached)
