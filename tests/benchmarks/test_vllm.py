@@ -57,7 +57,7 @@ class Peer:
 
 def test_figures_of_all_contenders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed, found = Unmeasured(), dict[str, Any]()
-    windows = Windows(capacity=0.3, rate=0.3, sustained=0.6, turns=2)
+    windows = Windows(capacity=0.1, rate=0.1, sustained=0.2, turns=2)
     work = Work(vocabulary=1_000, tuned=((256, 16), (1024, 16)), outstanding=4)
     measure(Peer(), work, tmp_path, (Load(0.2), Load(0.4)), windows, failed, found)
     assert failed.reasons.keys() == {"tuned-1024-16"}
@@ -93,7 +93,7 @@ def test_figures_of_all_contenders(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_without_a_server_nothing_is_measured(tmp_path: Path) -> None:
     failed, found = Unmeasured(), dict[str, Any]()
-    windows = Windows(capacity=0.5, rate=0.5, sustained=0.5)
+    windows = Windows(capacity=0.1, rate=0.1, sustained=0.1)
     measure(Peer("no model"), WORK, tmp_path, (Load(1.5),), windows, failed, found)
     assert "no model" in failed.reasons["plain"] and found == {"rates": {}}
 
