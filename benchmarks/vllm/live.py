@@ -10,11 +10,11 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from benchmarks.common.client import Timing, check_answered, complete, exchange, get
 from benchmarks.common.load import FIRST_ID
@@ -25,6 +25,8 @@ __all__ = [
     "Contender", "Load", "Served", "Server", "Windows", "Work", "figures", "measure", "other_words",
     "requests_at", "served",
 ]  # fmt: skip
+
+_T = TypeVar("_T")
 
 # most seconds from arrival to the last token; what takes longer is given up by its caller
 PATIENCE: Final = 30.0
@@ -130,6 +132,16 @@ class Server(NamedTuple):
         if not self.process.alive:
             raise Unavailable(f"{self.contender.name} ended under load: {self.process.tail()}")
 
+    def measured(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run what asks it, and freeze it again: an idle vLLM spins, which costs the others."""
+        self.process.thaw()
+        try:
+            found = asyncio.run(work)
+            self.check()
+            return found
+        finally:
+            self.process.freeze()
+
 
 @contextmanager
 def served(peer: Served, contender: Contender, folder: Path) -> Iterator[Server]:
@@ -203,9 +215,7 @@ async def _replay(server: Server, requests: Sequence[_Request], work: Work) -> l
             fields=fields(request),
         )  # fmt: skip
 
-    timings = list(await asyncio.gather(*map(one, requests)))
-    server.check()
-    return timings
+    return list(await asyncio.gather(*map(one, requests)))
 
 
 async def _warm(server: Server, work: Work) -> None:
@@ -314,13 +324,14 @@ class _Live:
         for contender in contenders:
             with self.failed.part(contender.name):
                 server = stack.enter_context(served(peer, contender, folder))
-                asyncio.run(_warm(server, self.work))
+                server.measured(_warm(server, self.work))
                 self.servers[contender.name] = server
 
     def capacity(self, name: str, when: str) -> float:
         """Measure the requests a second of a server, without targets."""
-        found = asyncio.run(
-            _saturate(self.servers[name], self.work, self.windows.capacity, f"capacity {when}")
+        server = self.servers[name]
+        found = server.measured(
+            _saturate(server, self.work, self.windows.capacity, f"capacity {when}")
         )
         self.capacities.setdefault(name, []).append(round(found, 3))
         _say(f"capacity of {name}, without targets: {found:.2f} requests a second")
@@ -339,7 +350,7 @@ class _Live:
             key = self._named(name) if fixed else name
             pool = self.pools.setdefault(load, {}).setdefault(key, _Pool())
             with self.failed.part(name):
-                timings = asyncio.run(_replay(server, asked, work))
+                timings = server.measured(_replay(server, asked, work))
                 pool.add(asked, timings)
                 once = figures(asked, timings, work, self.windows.rate)
                 pool.turns.setdefault(work.tpot, []).append(once["kept"])
@@ -391,21 +402,20 @@ def measure(
         live.start(stack, peer, folder, (plain, paced, *tuned))
         if (first := live.servers.get("plain")) is None:
             return
-        greedy = asyncio.run(_greedy(first, work, together=False))
-        alone = asyncio.run(_alone(first, work))
+        greedy = first.measured(_greedy(first, work, together=False))
+        alone = first.measured(_alone(first, work))
         live.work = work = replace(work, tpot=work.scale * alone)
         found["tpot_s"] = {"alone": round(alone, 4), "target": round(work.tpot, 4)}
         _say(f"alone a token takes {alone:.3f} s; the target is {work.tpot:.3f} s")
         found["capacity_per_s"] = live.capacities
-        if "paced" in live.servers:
+        if (ours := live.servers.get("paced")) is not None:
             with failed.part("paced"):
                 found["identical_greedy"] = {
-                    name: _same(greedy, asyncio.run(_greedy(live.servers["paced"], work,
-                                                            together=name == "together")))
-                    for name in ("alone", "together")
-                }  # fmt: skip
+                    name: _same(greedy, ours.measured(_greedy(ours, work, together=together)))
+                    for name, together in (("alone", False), ("together", True))
+                }
         for number in range(windows.turns):
-            if "paced" in live.servers:
+            if ours is not None:
                 with failed.part("paced"):
                     live.capacity("paced", f"{number} paced")
             for load in (*loads, BELOW):
@@ -413,18 +423,18 @@ def measure(
                     live.turn(number, load)
         found["rates"] = {load.name: live.rate(load) for load in loads}
         found["below_capacity"] = live.rate(BELOW)
-        if "paced" in live.servers:
+        if ours is not None:
             with failed.part("sustained"):
-                found["sustained"] = _sustained(live, loads[-1])
-                found["steps_live"] = asyncio.run(_steps(live.servers["paced"].port))
+                found["sustained"] = _sustained(live, ours, loads[-1])
+                found["steps_live"] = ours.measured(_steps(ours.port))
 
 
-def _sustained(live: _Live, load: Load) -> dict[str, Any]:
+def _sustained(live: _Live, server: Server, load: Load) -> dict[str, Any]:
     """Return the figures of the core's plan at a load for longer."""
     capacity = live.capacity("plain", "sustained")
     seconds = live.windows.sustained
     plan = load.requests(capacity, seconds, live.work, ", sustained")
-    timings = asyncio.run(_replay(live.servers["paced"], plan, live.work))
+    timings = server.measured(_replay(server, plan, live.work))
     found = {"load": load.name, "seconds": seconds, "possible": round(1.0 / load.multiple, 3)}
     found |= figures(plan, timings, live.work, seconds)
     _say(f"  {load.name:>4} x capacity, sustained      {found}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,19 @@ from typing import Any
 import pytest
 
 from benchmarks.common.client import Timing
-from benchmarks.common.processes import Command
+from benchmarks.common.processes import Command, Unavailable
 from benchmarks.common.unmeasured import Unmeasured
-from benchmarks.vllm.live import Load, Windows, Work, figures, measure, other_words, requests_at
+from benchmarks.vllm.live import (
+    Contender,
+    Load,
+    Windows,
+    Work,
+    figures,
+    measure,
+    other_words,
+    requests_at,
+    served,
+)
 
 WORK = Work(vocabulary=1_000, short=(4, 8), long=(20, 30), outputs=(3, 3), ttft=(1.0, 5.0))
 
@@ -89,6 +101,19 @@ def test_figures_of_all_contenders(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
     once = ["plain", "paced", "tuned-256-16", "paced, 0.1 s"]
     assert order == once + once[::-1]
+
+
+def test_a_server_that_is_not_measured_is_frozen(tmp_path: Path) -> None:
+    async def state() -> str:
+        return Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    with served(Peer(), Contender("plain"), tmp_path) as server:
+        # an idle vLLM spins
+        assert server.measured(state()) in "RS"
+        assert asyncio.run(state()) == "T"
+        server.process.send_signal(signal.SIGKILL)
+        with pytest.raises(Unavailable, match="plain ended"):
+            server.measured(asyncio.sleep(0.2))
 
 
 def test_without_a_server_nothing_is_measured(tmp_path: Path) -> None:
