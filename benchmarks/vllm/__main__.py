@@ -17,25 +17,29 @@ come back, at the advised time, after an overload of 36 a second with ``max_pred
 ``overhead_us_per_step`` is the time in Python at 64 running and about 1,000 waiting: vLLM's own
 methods, and what the core and the mirror add.
 
-Live (``live``). vLLM's server with the default model in bfloat16. Its capacity is measured first,
-by a closed loop. Then come Poisson arrivals at multiples of it: vLLM as it is (``plain``), with the
-core's plan (``paced``), and with the best of a few numbers of tokens a step and of requests
-(``tuned``), one after another. Targets: first token within 2 s, and after that five times the
+Live (``live``). vLLM's server with the default model in bfloat16: as it is (``plain``), with the
+core's plan (``paced``), and with a few numbers of tokens a step and of requests, of which the best
+is ``tuned``. All are started first and wait; each load then goes to one after another, so that a
+machine whose speed drifts is the same for all: vLLM's capacity by a closed loop, and Poisson
+arrivals at multiples of it, in TURNS turns, every second one in the opposite order; what is printed
+are all turns together. Targets: first token within 2 s, and after that five times the
 seconds that a token takes a request which has vLLM to itself (the strict target of Sarathi-Serve,
 OSDI'24, is five times a step without prompts): with a fixed one, whether a machine can meet it next
-to prompts decides. The lower rates are judged at 0.1 s a token as well (``plain, 0.1 s``
-and ``paced, 0.1 s``; the last is a run with those targets). ``possible`` is capacity / rate: at
-0.1 s a token a machine that needs half of it for the rows alone cannot reach that. A request that
-is refused, or not complete within 30 s, counts as not kept. ``sustained`` goes on with the core's
-plan at the highest rate for five minutes, and ``below_capacity`` is half of the capacity.
+to prompts decides. All are judged at 0.1 s a token as well (``plain, 0.1 s``; ``paced, 0.1 s`` is a
+run with those targets, and prompts of its own, which no cache holds). ``possible`` is
+capacity / rate: at 0.1 s a token a machine that needs half of it for the rows alone cannot reach
+that. A request that is refused, or not complete within 30 s, counts as not kept. ``sustained`` is
+the core's plan at the highest rate for five minutes, and ``below_capacity`` is half of the
+capacity.
 ``identical_greedy`` is the share of greedy answers that are those of ``plain``, asked alone and
 together: in bfloat16 an answer depends on what else is in a step (``make test-upstreams
 KINDS=paced`` compares them in float32).
 
 QUICK=1 runs a fifth of the arrivals, and one live rate of smaller requests with fewer tries. PARTS
 chooses of virtual and live, RATE_SECONDS=n is the time of each live rate (30), SUSTAINED_SECONDS=n
-that of the sustained one (300), and VLLM=0.31.0 another version, in a folder of its own. What was
-not measured is absent, and named in ``absent`` with the reason, or in ``not_run``.
+that of the sustained one (300), TURNS=n the turns (2; one with QUICK=1), and VLLM=0.31.0 another
+version, in a folder of its own. What was not measured is absent, and named in ``absent`` with the
+reason, or in ``not_run``.
 
 The last line is JSON, also after SIGTERM.
 """
@@ -231,7 +235,8 @@ def main() -> int:
         if "live" in parts:
             work = Work(vocabulary=vocabulary)
             work = replace(work, **QUICKER) if quick else work
-            windows = Windows(capacity=min(25.0, rate), rate=rate, sustained=sustained)
+            turns = int(os.environ.get("TURNS", "1" if quick else "2"))
+            windows = Windows(capacity=min(20.0, rate), rate=rate, sustained=sustained, turns=turns)
             with failed.part("live"), tempfile.TemporaryDirectory() as folder:
                 loads = tuple(map(Load, (1.5,) if quick else (1.2, 1.5)))
                 measure(peer, work, Path(folder), loads, windows, failed, results)

@@ -10,11 +10,11 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from benchmarks.common.client import Timing, check_answered, complete, exchange, get
 from benchmarks.common.load import FIRST_ID
@@ -22,8 +22,11 @@ from benchmarks.common.processes import REPOSITORY, Command, Process, Unavailabl
 from benchmarks.common.unmeasured import Unmeasured
 
 __all__ = [
-    "Contender", "Load", "Served", "Windows", "Work", "figures", "measure", "requests_at", "served",
+    "Contender", "Load", "Served", "Server", "Windows", "Work", "figures", "measure", "other_words",
+    "requests_at", "served",
 ]  # fmt: skip
+
+_T = TypeVar("_T")
 
 # most seconds from arrival to the last token; what takes longer is given up by its caller
 PATIENCE: Final = 30.0
@@ -73,12 +76,15 @@ class Load:
         """Return its name in figures."""
         return f"{self.multiple:g}" + (f" in bursts of {self.burst}" if self.burst > 1 else "")
 
-    def requests(self, capacity: float, seconds: float, work: Work) -> list[_Request]:
+    def requests(
+        self, capacity: float, seconds: float, work: Work, turn: str = ""
+    ) -> list[_Request]:
         """Return the arrivals: the same for each contender, and more of them for longer. Other
-        loads have other prompts, which no cache holds yet."""
+        loads and turns have other prompts, which no cache holds yet."""
         return requests_at(
-            self.multiple * capacity, seconds, work, seed=f"load {self.name}", burst=self.burst
-        )
+            self.multiple * capacity, seconds, work, seed=f"load {self.name}{turn}",
+            burst=self.burst,
+        )  # fmt: skip
 
 
 # at which nothing may be lost
@@ -93,6 +99,8 @@ class Windows:
     # arrivals at each rate, and at the highest one with the core's plan
     rate: float
     sustained: float
+    # times that each contender has each rate, every second time in the opposite order
+    turns: int = 1
 
 
 class Served(Protocol):
@@ -111,9 +119,33 @@ class Contender:
     paced: bool = False
 
 
+class Server(NamedTuple):
+    """A running server of a contender."""
+
+    contender: Contender
+    port: int
+    model: str
+    process: Process
+
+    def check(self) -> None:
+        """Raise Unavailable if it ended."""
+        if not self.process.alive:
+            raise Unavailable(f"{self.contender.name} ended under load: {self.process.tail()}")
+
+    def measured(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run what asks it, and freeze it again: an idle vLLM spins, which costs the others."""
+        self.process.thaw()
+        try:
+            found = asyncio.run(work)
+            self.check()
+            return found
+        finally:
+            self.process.freeze()
+
+
 @contextmanager
-def served(peer: Served, contender: Contender, folder: Path) -> Iterator[tuple[int, str]]:
-    """Start a server, and give its port and its model's name. Raises Unavailable."""
+def served(peer: Served, contender: Contender, folder: Path) -> Iterator[Server]:
+    """Start a server, and wait until it lists its model. Raises Unavailable."""
     port = free_port()
     command = peer.server(port)
     command = replace(command, argv=(*command.argv, *contender.flags))
@@ -131,9 +163,7 @@ def served(peer: Served, contender: Contender, folder: Path) -> Iterator[tuple[i
             time.sleep(0.5)
         else:
             raise Unavailable(f"{contender.name} did not start: {process.tail()}")
-        yield port, model
-        if not process.alive:
-            raise Unavailable(f"{contender.name} ended under load: {process.tail()}")
+        yield Server(contender, port, model, process)
 
 
 @dataclass(frozen=True)
@@ -151,6 +181,16 @@ def requests_at(
     return list(itertools.takewhile(lambda request: request.at < seconds, requests))
 
 
+def other_words(plan: Sequence[_Request], work: Work, seed: int | str) -> list[_Request]:
+    """Return the same arrivals and lengths with other prompts, which a server that had the first
+    ones must compute."""
+    chance = random.Random(f"words {seed}")
+    return [
+        replace(each, prompt=chance.choices(range(FIRST_ID, work.vocabulary), k=len(each.prompt)))
+        for each in plan
+    ]
+
+
 def _requests(rate: float, work: Work, seed: int | str, burst: int = 1) -> Iterator[_Request]:
     chance, at = random.Random(seed), 0.0
     for number in itertools.count():
@@ -161,38 +201,40 @@ def _requests(rate: float, work: Work, seed: int | str, burst: int = 1) -> Itera
         yield _Request(at, prompt, chance.randint(*work.outputs))
 
 
-async def _replay(
-    port: int, model: str, requests: Sequence[_Request], work: Work, *, paced: bool
-) -> list[Timing]:
+async def _replay(server: Server, requests: Sequence[_Request], work: Work) -> list[Timing]:
     began = time.monotonic()
 
     def fields(request: _Request) -> dict[str, Any]:
         targets = {"ttft_ms": 1e3 * work.ttft_of(request), "tpot_ms": 1e3 * work.tpot}
-        return {"slo": targets} if paced else {}
+        return {"slo": targets} if server.contender.paced else {}
 
     async def one(request: _Request) -> Timing:
         await asyncio.sleep(max(0.0, began + request.at - time.monotonic()))
         return await complete(
-            port, model, request.prompt, request.output, timeout=PATIENCE, fields=fields(request)
-        )
+            server.port, server.model, request.prompt, request.output, timeout=PATIENCE,
+            fields=fields(request),
+        )  # fmt: skip
 
     return list(await asyncio.gather(*map(one, requests)))
 
 
-async def _warm(port: int, model: str, work: Work) -> None:
+async def _warm(server: Server, work: Work) -> None:
     """Answer a few requests together: the first ones compile, however long that takes."""
     plan = requests_at(1_000.0, 1.0, work, seed=5)[:8]
     check_answered(
         await asyncio.gather(
-            *(complete(port, model, each.prompt, each.output, timeout=300.0) for each in plan)
+            *(
+                complete(server.port, server.model, each.prompt, each.output, timeout=300.0)
+                for each in plan
+            )
         )
     )
 
 
-async def _saturate(port: int, model: str, work: Work, seconds: float) -> float:
+async def _saturate(server: Server, work: Work, seconds: float, seed: str) -> float:
     """Return the requests a second that a server completes with many outstanding. On a slow or busy
     machine it takes up to four times the seconds."""
-    pool = _requests(1_000.0, work, seed=7)
+    pool = _requests(1_000.0, work, seed)
     began = time.monotonic()
     ends: list[float] = []
 
@@ -204,7 +246,9 @@ async def _saturate(port: int, model: str, work: Work, seconds: float) -> float:
         for request in pool:
             if enough():
                 return
-            timing = await complete(port, model, request.prompt, request.output, timeout=120.0)
+            timing = await complete(
+                server.port, server.model, request.prompt, request.output, timeout=120.0
+            )
             if not timing.error:
                 ends.append(timing.events[-1] - began)
 
@@ -247,6 +291,98 @@ def figures(
     }
 
 
+@dataclass
+class _Pool:
+    """What one contender answered at one load, in all turns."""
+
+    requests: list[_Request] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    # share kept in each turn, by target
+    turns: dict[float, list[float]] = field(default_factory=dict)
+
+    def add(self, plan: Sequence[_Request], timings: Sequence[Timing]) -> None:
+        self.requests += plan
+        self.timings += timings
+
+
+class _Live:
+    """The servers of one run, next to one another, and what came of them."""
+
+    def __init__(self, work: Work, windows: Windows, failed: Unmeasured) -> None:
+        # the same requests with the target of a token in seconds
+        self.work, self.strict = work, work
+        self.windows, self.failed = windows, failed
+        self.servers: dict[str, Server] = {}
+        # by load, then by contender
+        self.pools: dict[Load, dict[str, _Pool]] = {}
+        self.capacities: dict[str, list[float]] = {}
+
+    def start(
+        self, stack: ExitStack, peer: Served, folder: Path, contenders: Iterable[Contender]
+    ) -> None:
+        """Start and warm all servers that can be."""
+        for contender in contenders:
+            with self.failed.part(contender.name):
+                server = stack.enter_context(served(peer, contender, folder))
+                server.measured(_warm(server, self.work))
+                self.servers[contender.name] = server
+
+    def capacity(self, name: str, when: str) -> float:
+        """Measure the requests a second of a server, without targets."""
+        server = self.servers[name]
+        found = server.measured(
+            _saturate(server, self.work, self.windows.capacity, f"capacity {when}")
+        )
+        self.capacities.setdefault(name, []).append(round(found, 3))
+        _say(f"capacity of {name}, without targets: {found:.2f} requests a second")
+        return found
+
+    def turn(self, number: int, load: Load) -> None:
+        """Run the arrivals of one load on each server, one after another."""
+        capacity = self.capacity("plain", f"{number} {load.name}")
+        plan = load.requests(capacity, self.windows.rate, self.work, f", turn {number}")
+        tries = [(name, self.work) for name in self.servers] + [("paced", self.strict)]
+        for name, work in tries if number % 2 == 0 else tries[::-1]:
+            if (server := self.servers.get(name)) is None:
+                continue
+            fixed = name == "paced" and work is self.strict
+            asked = other_words(plan, work, f"{load.name} {number}") if fixed else plan
+            key = self._named(name) if fixed else name
+            pool = self.pools.setdefault(load, {}).setdefault(key, _Pool())
+            with self.failed.part(name):
+                timings = server.measured(_replay(server, asked, work))
+                pool.add(asked, timings)
+                once = figures(asked, timings, work, self.windows.rate)
+                pool.turns.setdefault(work.tpot, []).append(once["kept"])
+                _say(f"  {load.name:>4} x capacity, {key:14} {once}")
+
+    def _named(self, name: str) -> str:
+        return f"{name}, {self.strict.tpot:g} s"
+
+    def rate(self, load: Load) -> dict[str, Any]:
+        """Return the figures of a load: of all turns together, next to the share of each."""
+        found: dict[str, Any] = {"possible": round(min(1.0, 1.0 / load.multiple), 3)}
+        for name, pool in self.pools.get(load, {}).items():
+            if not pool.timings:
+                continue
+            contender = self.servers[name.partition(",")[0]].contender
+            # the core's plan is judged by the targets that it was given
+            judged = [(name, self.strict if name != contender.name else self.work)]
+            if not contender.paced:
+                judged.append((self._named(name), self.strict))
+            for key, work in judged:
+                seconds = self.windows.rate * max(map(len, pool.turns.values()))
+                one = figures(pool.requests, pool.timings, work, seconds)
+                if work.tpot in pool.turns:
+                    one["turns"] = pool.turns[work.tpot]
+                if key.startswith("tuned"):
+                    key = key.replace(contender.name, "tuned")
+                    one["flags"] = " ".join(contender.flags)
+                    one = max(found.get(key, one), one, key=lambda each: each["kept"])
+                found[key] = one
+        return found
+
+
 def measure(
     peer: Served, work: Work, folder: Path, loads: Sequence[Load], windows: Windows,
     failed: Unmeasured, found: dict[str, Any],
@@ -254,107 +390,80 @@ def measure(
     """Fill ``found`` with the figures of the live part, and print them as they come. A server that
     fails ends its own figures alone; without the first one there is no capacity. The last load is
     the one that is sustained."""
-    rates: dict[str, dict[str, Any]] = {}
-    found["rates"] = rates
     plain, paced = Contender("plain"), Contender("paced", PACED, paced=True)
-    answers: list[list[int]] = []
-    plans: dict[str, list[_Request]] = {}
-    # the same with the target in seconds
-    strict = work
-
-    def window(server: tuple[int, str], contender: Contender, name: str) -> dict[str, Any]:
-        return _run(*server, plans[name], contender, work, name, windows.rate)
-
-    def saturated(server: tuple[int, str], name: str) -> float:
-        capacity = asyncio.run(_saturate(*server, work, windows.capacity))
-        _say(f"capacity of {name}, without targets: {capacity:.2f} requests a second")
-        found.setdefault("capacity_per_s", {})[name] = round(capacity, 3)
-        return capacity
-
-    with failed.part("plain"), served(peer, plain, folder) as server:
-        asyncio.run(_warm(*server, work))
-        answers += asyncio.run(_greedy(*server, work, together=False))
-        alone = asyncio.run(_alone(*server, work))
-        work = replace(work, tpot=work.scale * alone)
+    tuned = [
+        Contender(f"tuned-{tokens}-{seqs}",
+                  ("--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs)))
+        for tokens, seqs in work.tuned
+    ]  # fmt: skip
+    live = _Live(work, windows, failed)
+    found["rates"] = {}
+    with ExitStack() as stack:
+        live.start(stack, peer, folder, (plain, paced, *tuned))
+        if (first := live.servers.get("plain")) is None:
+            return
+        greedy = first.measured(_greedy(first, work, together=False))
+        alone = first.measured(_alone(first, work))
+        live.work = work = replace(work, tpot=work.scale * alone)
         found["tpot_s"] = {"alone": round(alone, 4), "target": round(work.tpot, 4)}
         _say(f"alone a token takes {alone:.3f} s; the target is {work.tpot:.3f} s")
-        capacity = saturated(server, "plain")
-        for load in (*loads, BELOW):
-            plan = plans[load.name] = load.requests(capacity, windows.rate, work)
-            rates[load.name] = {"possible": round(min(1.0, 1.0 / load.multiple), 3)}
-            timings = asyncio.run(_replay(*server, plan, work, paced=False))
-            for key, each in (("plain", work), (f"plain, {strict.tpot:g} s", strict)):
-                rates[load.name][key] = figures(plan, timings, each, windows.rate)
-                _say(f"  {load.name:>4} x capacity, {key:14} {rates[load.name][key]}")
-    if not plans:
-        return
-    with failed.part("paced"), served(peer, paced, folder) as server:
-        asyncio.run(_warm(*server, work))
-        found["identical_greedy"] = {
-            "alone": _same(answers, asyncio.run(_greedy(*server, work, together=False))),
-            "together": _same(answers, asyncio.run(_greedy(*server, work, together=True))),
-        }
-        saturated(server, "paced")
-        highest = loads[-1]
-        for name in (name for name in plans if name != highest.name):
-            rates[name]["paced"] = window(server, paced, name)
-            rates[name][f"paced, {strict.tpot:g} s"] = _run(
-                *server, plans[name], paced, strict, name, windows.rate
-            )
-        # the same arrivals, and then more of them
-        longer = highest.requests(capacity, windows.sustained, work)
-        timings = asyncio.run(_replay(*server, longer, work, paced=True))
-        plan = plans[highest.name]
-        first = rates[highest.name]["paced"] = figures(
-            plan, timings[: len(plan)], work, windows.rate
-        )
-        _say(f"  {highest.name:>4} x capacity, {paced.name:14} {first}")
-        found["sustained"] = {"load": highest.name, "seconds": windows.sustained}
-        found["sustained"] |= figures(longer, timings, work, windows.sustained)
-        _say(f"  {highest.name:>4} x capacity, sustained      {found['sustained']}")
-        found["steps_live"] = asyncio.run(_steps(server[0]))
-    for tokens, seqs in work.tuned:
-        flags = ("--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(seqs))
-        tried = Contender(f"tuned-{tokens}-{seqs}", flags)
-        with failed.part(tried.name), served(peer, tried, folder) as server:
-            asyncio.run(_warm(*server, work))
-            for load in loads:
-                best = rates[load.name].get("tuned", {"kept": -1.0})
-                one = window(server, tried, load.name) | {"flags": " ".join(flags)}
-                rates[load.name]["tuned"] = max(best, one, key=lambda each: each["kept"])
-    found["below_capacity"] = rates.pop(BELOW.name)
+        found["capacity_per_s"] = live.capacities
+        if (ours := live.servers.get("paced")) is not None:
+            with failed.part("paced"):
+                found["identical_greedy"] = {
+                    name: _same(greedy, ours.measured(_greedy(ours, work, together=together)))
+                    for name, together in (("alone", False), ("together", True))
+                }
+        for number in range(windows.turns):
+            if ours is not None:
+                with failed.part("paced"):
+                    live.capacity("paced", f"{number} paced")
+            for load in (*loads, BELOW):
+                with failed.part(f"turn {number} of {load.name}"):
+                    live.turn(number, load)
+        found["rates"] = {load.name: live.rate(load) for load in loads}
+        found["below_capacity"] = live.rate(BELOW)
+        if ours is not None:
+            with failed.part("sustained"):
+                found["sustained"] = _sustained(live, ours, loads[-1])
+                found["steps_live"] = ours.measured(_steps(ours.port))
+
+
+def _sustained(live: _Live, server: Server, load: Load) -> dict[str, Any]:
+    """Return the figures of the core's plan at a load for longer."""
+    capacity = live.capacity("plain", "sustained")
+    seconds = live.windows.sustained
+    plan = load.requests(capacity, seconds, live.work, ", sustained")
+    timings = server.measured(_replay(server, plan, live.work))
+    found = {"load": load.name, "seconds": seconds, "possible": round(1.0 / load.multiple, 3)}
+    found |= figures(plan, timings, live.work, seconds)
+    _say(f"  {load.name:>4} x capacity, sustained      {found}")
+    return found
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run(
-    port: int, model: str, plan: Sequence[_Request], contender: Contender, work: Work, name: str,
-    seconds: float,
-) -> dict[str, Any]:  # fmt: skip
-    timings = asyncio.run(_replay(port, model, plan, work, paced=contender.paced))
-    found = figures(plan, timings, work, seconds)
-    _say(f"  {name:>4} x capacity, {contender.name:14} {found}")
-    return found
-
-
-async def _alone(port: int, model: str, work: Work) -> float:
+async def _alone(server: Server, work: Work) -> float:
     """Return the median seconds between tokens of requests that are asked one after another."""
     plan = requests_at(1_000.0, 1.0, work, seed=11)[:ALONE]
-    timings = [await complete(port, model, each.prompt, each.output, timeout=60.0) for each in plan]
+    timings = [
+        await complete(server.port, server.model, each.prompt, each.output, timeout=60.0)
+        for each in plan
+    ]
     check_answered(timings)
     return statistics.median(timing.tpot or 0.0 for timing in timings)
 
 
-async def _greedy(port: int, model: str, work: Work, *, together: bool) -> list[list[int]]:
+async def _greedy(server: Server, work: Work, *, together: bool) -> list[list[int]]:
     """Return the tokens of greedy answers to a few prompts, one after another or all at once."""
     plan = requests_at(1_000.0, 1.0, work, seed=9)[:GREEDY]
 
     async def one(prompt: list[int]) -> list[int]:
-        body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        body = {"model": server.model, "prompt": prompt, "max_tokens": 16, "temperature": 0}
         body |= {"return_token_ids": True}
-        async with asyncio.timeout(300.0), exchange(port, "/v1/completions", body) as answer:
+        async with asyncio.timeout(300.0), exchange(server.port, "/v1/completions", body) as answer:
             tokens: list[int] = json.loads(await answer.body())["choices"][0]["token_ids"]
             return tokens
 

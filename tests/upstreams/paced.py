@@ -79,8 +79,9 @@ def paced_server(peer: VllmCpu, folder: Path) -> Iterator[tuple[int, str]]:
     settings["paceline"] |= _SETTINGS | {"record": str(folder / _RECORDING)}
     flags[at] = json.dumps(settings)
     contender = Contender("paced", (*flags, *_FLAGS, *_adapter_flags(folder)), paced=True)
-    with served(peer, contender, folder) as (port, model):
-        yield port, model
+    with served(peer, contender, folder) as server:
+        yield server.port, server.model
+        server.check()
 
 
 def _adapter_flags(folder: Path) -> list[str]:
@@ -118,8 +119,8 @@ def _page_flags() -> list[str]:
 
 def plain_answers(peer: VllmCpu, folder: Path) -> list[str]:
     """What vLLM without us answers to the prompts, one after another."""
-    with served(peer, Contender("plain", _FLAGS), folder) as (port, model):
-        return [_complete(port, model, prompt) for prompt in _PROMPTS]
+    with served(peer, Contender("plain", _FLAGS), folder) as server:
+        return [_complete(server.port, server.model, prompt) for prompt in _PROMPTS]
 
 
 def _complete(port: int, model: str, prompt: str) -> str:
