@@ -110,14 +110,18 @@ class LoadableClient:
             key: AdapterStatus(key, "registered", digest=known.digest)
             for key, known in self._adapters.items()
         }
-        engine = self._engine
-        return news | dict(engine.adapters if isinstance(engine, AdapterClient) else {})
+        return news if (engine := self._with_adapters) is None else news | dict(engine.adapters)
+
+    @property
+    def _with_adapters(self) -> AdapterClient | None:
+        engine: object = self._engine
+        return engine if isinstance(engine, AdapterClient) else None
 
     async def load_adapter(self, key: str, path: str, *, pinned: bool = False) -> AdapterStatus:
         """Load an adapter as ``AdapterClient.load_adapter`` does; later engines get it too. While
         the model is not in memory it is ``registered``, and loaded with the model."""
-        engine, status = self._engine, AdapterStatus(key, "registered")
-        if isinstance(engine, AdapterClient):
+        status = AdapterStatus(key, "registered")
+        if (engine := self._with_adapters) is not None:
             status = await engine.load_adapter(key, path, pinned=pinned)
         if status.status != "failed":
             self.register_adapter(key, path, status.digest, pinned=pinned)
@@ -131,8 +135,8 @@ class LoadableClient:
 
     def unload_adapter(self, key: str) -> None:
         self._adapters.pop(key, None)
-        if isinstance(self._engine, AdapterClient):
-            self._engine.unload_adapter(key)
+        if (engine := self._with_adapters) is not None:
+            engine.unload_adapter(key)
 
     def check_health(self) -> None:
         if self._engine is not None:
