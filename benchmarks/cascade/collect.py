@@ -54,7 +54,11 @@ def answers_of(side: str, model: str, samples: int = 0) -> Answers:
             print(f"  {done} of {count}", file=sys.stderr)
 
     # greedy, and without the penalty of the catalogue's entry: the model as its file has it
-    flags = (model, "--served-model-name", name, "--generation-config", "vllm")
+    flags = (
+        model, "--served-model-name", name, "--generation-config", "vllm",
+        # a busy machine is slow, and no prompt may be left out for that
+        "--max-predicted-ttft", "0", "--queue-timeout", "0",
+    )  # fmt: skip
     with PacelineServer(*flags, log=root / "server.log") as server:
         source = Source(f"http://127.0.0.1:{server.port}", name)
 

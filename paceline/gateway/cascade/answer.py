@@ -190,13 +190,11 @@ def features_of(prompt: Prompt, said: Said | None, mode: Mode, first: int) -> Fe
     dense = prompt.form()
     if said is not None:
         tokens = said.tokens if mode == "cascade" else said.tokens[:first]
-        parts = [dense, confidence_of(tokens, first)]
+        dense += confidence_of(tokens, first)
         if mode == "cascade":
-            extra = [v for v in (said.agreement, said.prompt_logprob) if v is not None]
-            told = form_of_answer(said.answer.text, prompt.text)
-            parts += [told, np.array(extra, np.float32)]
-        dense = np.concatenate(parts)
-    return Features(prompt.ngrams(), dense)
+            dense += form_of_answer(said.answer.text, prompt.text)
+            dense += [v for v in (said.agreement, said.prompt_logprob) if v is not None]
+    return Features(prompt.ngrams(), np.array(dense, np.float32))
 
 
 def shown(whole: dict[str, Any], body: Body, note: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from paceline.gateway.cascade.answer import Said, shown, tokens_of
 from paceline.gateway.cascade.prompt import Prompt
 from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.incoming import IncomingRequest
+from paceline.gateway.streams.openai_stream import DONE
 from paceline.http.body_writer import BodyWriter
 from paceline.http.upstream import Headers
 from paceline.routing.cascade import Answer, Token
@@ -114,8 +115,40 @@ class OpenGate(WholeGate):
         await self._incoming.send_on(body)
 
 
+class _HeldWriter(BodyWriter):
+    """Fast path of a caller's connection behind a ``PrefixGate``: that takes each part as it
+    comes."""
+
+    __slots__ = ("_gate",)
+
+    def __init__(self, writer: BodyWriter, gate: PrefixGate) -> None:
+        super().__init__(writer._cycle)
+        self._gate = gate
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        if not self._gate.is_taking:
+            return False
+        self._gate.status, self._gate.headers = status, list(headers)
+        return self.offer(body)
+
+    def offer(self, body: bytes) -> bool:
+        gate = self._gate
+        if not gate.is_taking or (gate.is_open and not self.is_ready):
+            return False
+        gate.take(body)
+        # a chunk of nothing would end the answer
+        if gate.is_open and (out := gate.let_out()):
+            self.write(out)
+        return True
+
+    def finish(self, body: bytes) -> bool:
+        # an end is decided about, or follows an open gate, on the slow path
+        return False
+
+
 class PrefixGate(WholeGate):
-    """Holds the first ``first`` tokens of a stream back, and reads them.
+    """Holds the first ``first`` tokens of a stream back, and reads them. What its caller will see
+    is written while it is held, so that nothing but the decision is left to do once they are there.
 
     Args:
         body: the request as it came.
@@ -124,8 +157,10 @@ class PrefixGate(WholeGate):
     def __init__(self, incoming: IncomingRequest, body: Body, first: int) -> None:
         super().__init__()
         self._incoming, self._body, self._first = incoming, body, first
+        if incoming.writer is not None:
+            self.writer = _HeldWriter(incoming.writer, self)
         self._events = SseEvents()
-        # chunks, and comments as they came
+        # events for the caller; last chunks, which say what was decided, are not written yet
         self._held: list[dict[str, Any] | bytes] = []
         self._tokens: list[Token] = []
         self._text: list[str] = []
@@ -136,11 +171,10 @@ class PrefixGate(WholeGate):
         self._has_failed = False
         # parts with output, for streams without log-probabilities
         self.num_parts = 0
-        # set once the first tokens are there, or the answer is over
-        self.ready = asyncio.Event()
+        # done once the first tokens are there, or the answer is over
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._opened = asyncio.Event()
         self._note: Mapping[str, Any] = {}
-        self._head: Headers = []
 
     @property
     def is_whole(self) -> bool:
@@ -170,10 +204,23 @@ class PrefixGate(WholeGate):
         )
         return Said(answer, self._tokens)
 
-    def open(self, note: Mapping[str, Any], told: Headers) -> None:
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether a part that comes now need not wait: the gate has room, or is open."""
+        return self.is_open or not self.ready.done()
+
+    async def open(self, note: Mapping[str, Any], told: Headers) -> None:
         """Let everything through from now on; ``note``: for the last chunk, ``told``: for the
         head."""
-        self._note, self._head = note, [*self.kept, *told]
+        self._note = note
+        start = {"type": "http.response.start", "status": 200, "headers": [*self.kept, *told]}
+        await self._incoming.send(start)
+        # parts that come meanwhile wait, so they stay in order
+        await self._send_out(self.let_out(), more=True)
         self._opened.set()
 
     async def send(self, message: Message) -> None:
@@ -184,12 +231,40 @@ class PrefixGate(WholeGate):
         if self.status != 200:
             self.body += data
             return
+        self.take(data)
+        if not more:
+            self._set_ready()
+        if not self.is_taking or not more:
+            await self._opened.wait()
+        if self.is_open:
+            await self._send_out(self.let_out() + (b"" if more else DONE), more=more)
+
+    def take(self, data: bytes) -> None:
+        """Read a part of the stream."""
         for event in self._events.feed(data):
             self._read(event)
-        if not more or self._finish or self.num_tokens >= self._first:
-            self.ready.set()
-            await self._opened.wait()
-            await self._let_through(more=more)
+        if self._finish or self.num_tokens >= self._first:
+            self._set_ready()
+
+    def _set_ready(self) -> None:
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def let_out(self) -> bytes:
+        """Return what is held, for the caller of an open gate."""
+        held, self._held = self._held, []
+        return b"".join(
+            each if isinstance(each, bytes) else self._shown(each, self._note) for each in held
+        )
+
+    def _shown(self, chunk: dict[str, Any], note: Mapping[str, Any] | None) -> bytes:
+        return b"data: %b\n\n" % msgspec.json.encode(shown(chunk, self._body, note))
+
+    async def _send_out(self, data: bytes, *, more: bool) -> None:
+        if data:
+            await self._incoming.send(
+                {"type": "http.response.body", "body": data, "more_body": more}
+            )
 
     def _read(self, event: bytes) -> None:
         payload = payload_of(event)
@@ -203,12 +278,13 @@ class PrefixGate(WholeGate):
             return
         if not isinstance(chunk, dict):
             return
-        self._held.append(chunk)
-        if self._opened.is_set():
-            return
-        self._has_failed = self._has_failed or bool(chunk.get("error"))
-        for choice in chunk.get("choices") or ():
-            self._read_choice(choice)
+        choices = chunk.get("choices") or ()
+        if not self.is_open:
+            self._has_failed = self._has_failed or bool(chunk.get("error"))
+            for choice in choices:
+                self._read_choice(choice)
+        ends = any(choice.get("finish_reason") for choice in choices)
+        self._held.append(chunk if ends else self._shown(chunk, None))
 
     def _read_choice(self, choice: Mapping[str, Any]) -> None:
         delta = choice.get("delta") or {}
@@ -229,25 +305,3 @@ class PrefixGate(WholeGate):
         # a model that thinks aloud makes tokens, too
         self.num_parts += any(map(delta.get, _OUTPUT))
         self._finish = self._finish or choice.get("finish_reason") or ""
-
-    async def _let_through(self, *, more: bool) -> None:
-        """Send what is held, and the head before it."""
-        if not self._incoming.started:
-            await self._incoming.send(
-                {"type": "http.response.start", "status": 200, "headers": self._head}
-            )
-        out = []
-        for chunk in self._held:
-            if isinstance(chunk, bytes):
-                out.append(chunk)
-                continue
-            ends = any(choice.get("finish_reason") for choice in chunk.get("choices") or ())
-            told = shown(chunk, self._body, self._note if ends else None)
-            out.append(b"data: %b\n\n" % msgspec.json.encode(told))
-        self._held.clear()
-        if not more:
-            out.append(b"data: [DONE]\n\n")
-        if out or not more:
-            await self._incoming.send(
-                {"type": "http.response.body", "body": b"".join(out), "more_body": more}
-            )

@@ -66,7 +66,7 @@ class Prompt(msgspec.Struct, frozen=True):
             return found
         return np.concatenate((found, np.array(self.embedding, np.float32)))
 
-    def form(self) -> NDArray[np.float32]:
+    def form(self) -> list[float]:
         return form_of(
             self.text, turns=self.num_messages, tools=len(self.tools), wants_json=self.wants_json
         )

@@ -361,11 +361,10 @@ class Run:
         )  # fmt: skip
         early = self._begin_early(prompt, wait)
         task = asyncio.ensure_future(self._gateway.relay(inner))
-        ready = asyncio.ensure_future(gate.ready.wait())
         wants_large = False
         try:
-            await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
-            if not gate.ready.is_set():
+            await asyncio.wait((task, gate.ready), return_when=asyncio.FIRST_COMPLETED)
+            if not gate.ready.done():
                 if early is not None:
                     # the large model is not asked twice at once
                     dropped, early = early, None
@@ -382,7 +381,8 @@ class Run:
             self._note_drift()
             if decision.small:
                 told = decision.note("small", small.model)
-                gate.open({"cascade": told}, [(b"x-paceline-cascade", cascade_header(told))])
+                header = b"x-paceline-cascade", cascade_header(told)
+                await gate.open({"cascade": told}, [header])
                 self._gateway.metrics.cascaded(judge.model, "small")
                 if early is not None:
                     # before the count, which waits until the caller has read the whole answer
@@ -392,7 +392,6 @@ class Run:
                 return
             wants_large = True
         finally:
-            ready.cancel()
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -196,8 +196,9 @@ class Response(Downstream):
         """Send an answer that is not a stream, in the API of the path."""
         path, status, headers, body = self._context.path, 200, attempt.headers, bytes(attempt.body)
         if attempt.status != 200:
-            status = map_status(path, attempt.status)
-            body = redacted_error(path, attempt.status, body, attempt.endpoint.upstream.key)
+            told = 503 if attempt.status >= 500 and self._is_local else attempt.status
+            status = map_status(path, told)
+            body = redacted_error(path, told, body, attempt.endpoint.upstream.key)
             headers = [header for header in headers if header[0] != b"content-type"]
             headers.append((b"content-type", b"application/json"))
         elif self._notes or attempt.endpoint.model != self._context.model:
@@ -221,10 +222,18 @@ class Response(Downstream):
         if meaning_of(status) == "account":
             # the engine refused the gateway's key or its credit, not the caller's
             what = "credit" if status == 402 else "credentials"
-            raise HttpError(502, f"engine {name} refused the gateway's {what}")
+            raise self._unusable(f"engine {name} refused the gateway's {what}")
         if status < 400:
-            raise HttpError(502, f"engine {name} answered with status {status}")
+            raise self._unusable(f"engine {name} answered with status {status}")
         await self._whole(attempt)
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether the request may go to no cloud: without a local engine there is none for it."""
+        return self._context.route.local_only
+
+    def _unusable(self, why: str) -> HttpError:
+        return HttpError(503, why, retry_after=1.0) if self._is_local else HttpError(502, why)
 
     async def give_up(self) -> None:
         """Report that no engine answered. Raises HttpError while a status can still be sent."""

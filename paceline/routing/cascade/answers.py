@@ -97,10 +97,12 @@ def is_refusal(text: str) -> bool:
 def is_loop(text: str) -> bool:
     """Whether a text ends in one unit, again and again."""
     text = text.rstrip()
-    for unit in range(1, min(_LONGEST_UNIT, len(text) // _REPEATS) + 1):
-        times = max(_REPEATS, -(-_LOOP_CHARS // unit))
-        # most units already differ in their last character
-        if text[-1] == text[-1 - unit] and text.endswith(text[-unit:] * times):
+    at = end = len(text) - 1
+    least = end - min(_LONGEST_UNIT, len(text) // _REPEATS)
+    # a unit ends as the text does
+    while text and (at := text.rfind(text[end], least, at)) >= 0:
+        unit = end - at
+        if text.endswith(text[-unit:] * max(_REPEATS, -(-_LOOP_CHARS // unit))):
             return True
     return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -31,7 +32,7 @@ class Token(msgspec.Struct, frozen=True):
     top: Sequence[float] = ()
 
 
-def confidence_of(tokens: Sequence[Token], first: int) -> NDArray[np.float32]:
+def confidence_of(tokens: Sequence[Token], first: int) -> list[float]:
     """Return the values that ``CONFIDENCE`` names: first of the first ``first`` tokens, then of
     all. A prefix has all values, too: those of the whole answer are then those of the prefix.
 
@@ -39,46 +40,46 @@ def confidence_of(tokens: Sequence[Token], first: int) -> NDArray[np.float32]:
     tokens that are not among ``top`` count as one.
     """
     if not tokens:
-        return np.zeros(len(CONFIDENCE), np.float32)
+        return [0.0] * len(CONFIDENCE)
     rows = _numbers_of(tokens)
-    told = [*_run(rows[:, :first]), *_run(rows), math.log(len(tokens))]
-    return np.array(told, np.float32)
+    beginning = _run(rows[:, :first])
+    whole = beginning if len(tokens) <= first else _run(rows)
+    return [*beginning, *whole, math.log(len(tokens))]
 
 
 def _numbers_of(tokens: Sequence[Token]) -> NDArray[np.float64]:
     """Return the log-probabilities, margins and entropies of tokens, in three rows."""
-    logprobs = np.array([token.logprob for token in tokens], np.float64)
-    widest = max(2, max(len(token.top) for token in tokens))
-    # a place without a candidate has one of no probability
-    tops = np.array(
-        [
-            token.top
-            if len(token.top) == widest
-            else [*token.top, *[-math.inf] * (widest - len(token.top))]
-            for token in tokens
-        ],
-        np.float64,
-    )
+    given = [token.top for token in tokens]
+    widest, is_full = max(2, *map(len, given)), True
+    if min(map(len, given)) < widest:
+        # a place without a candidate has one of no probability
+        given = [[*top, *[-math.inf] * (widest - len(top))] for top in given]
+        is_full = False
+    tops = np.fromiter(chain.from_iterable(given), np.float64, widest * len(given))
+    tops = tops.reshape(-1, widest)
     tops.sort(axis=1)
     told = np.maximum(tops, -_WIDEST)
     shares = np.exp(tops)
-    rest = 1.0 - shares.sum(axis=1)
+    rest = 1.0 - np.add.reduce(shares, axis=1)
     rest[rest < 1e-9] = 1.0
-    margins = told[:, -1] - told[:, -2]
-    if tops[:, -2].min() == -math.inf:
-        margins[tops[:, -2] == -math.inf] = _WIDEST
+    rows = np.empty((3, len(tokens)))
+    rows[0] = [token.logprob for token in tokens]
+    np.minimum(np.maximum(rows[0], -_WIDEST), 0.0, out=rows[0])
+    np.subtract(told[:, -1], told[:, -2], out=rows[1])
+    if not is_full:
+        rows[1, tops[:, -2] == -math.inf] = _WIDEST
         rest[tops[:, -1] == -math.inf] = 1.0
-    entropies = -(shares * told).sum(axis=1) - rest * np.log(rest)
-    return np.array((np.minimum(np.maximum(logprobs, -_WIDEST), 0.0), margins, entropies))
+    np.subtract(-np.add.reduce(shares * told, axis=1), rest * np.log(rest), out=rows[2])
+    return rows
 
 
 def _run(rows: NDArray[np.float64]) -> list[float]:
     """Return the parts of a run that ``_OF_RUN`` names."""
-    count = rows.shape[1]
-    means = (rows.sum(axis=1) / count).tolist()
+    means = (np.add.reduce(rows, axis=1) / rows.shape[1]).tolist()
     found: list[float] = []
-    for ranked, mean in zip(np.sort(rows[:2], axis=1).tolist(), means, strict=False):
-        found += [ranked[0], _quantile(ranked, 0.1), _quantile(ranked, 0.25), mean]
+    for values, mean in zip(rows[:2].tolist(), means, strict=False):
+        values.sort()
+        found += [values[0], _quantile(values, 0.1), _quantile(values, 0.25), mean]
     return [*found, means[2]]
 
 

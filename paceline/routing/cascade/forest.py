@@ -23,6 +23,8 @@ __all__ = ["Forest", "fit_forest", "has_forests"]
 _NUM_TREES: Final = 100
 _MIN_LEAF: Final = 3
 _MAX_DEPTH: Final = 12
+# levels of a tree that one step takes
+_LEVELS: Final = 3
 # share of the values that each split looks at
 _SHARE: Final = 0.3
 # parts of the samples, of which each is scored by a linear scorer of the others
@@ -32,46 +34,71 @@ _NODE: Final = np.dtype(
 )
 
 
+def _way_of(bits: int) -> int:
+    """Return the place in a step's ``after`` where its comparisons lead, the first in the highest
+    bit."""
+    at = 0
+    for _ in range(_LEVELS):
+        at = 2 * at + 1 + (bits >> (7 - at) & 1)
+    return at - 7
+
+
+_WAYS: Final = np.array([_way_of(bits) for bits in range(256)])
+
+
+class _Step(msgspec.Struct, frozen=True):
+    """Three levels of all trees, for the nodes that the step before may lead to.
+
+    ::
+
+        0          comparisons, as a heap; an eighth one is there for whole bytes
+        1   2
+        3 4 5 6    ``after``: the node reached by each way, a number of the next step
+    """
+
+    value: NDArray[np.intp]
+    threshold: NDArray[np.float32]
+    after: NDArray[np.intp]
+
+
 class Forest(msgspec.Struct, frozen=True):
     """Trees, whose nodes are in one table; a leaf is its own child."""
 
     # from the hashed n-grams and the form of a prompt
     linear: Scorer
     roots: NDArray[np.intp]
-    # of each node: the value that it looks at, and its threshold
-    value: NDArray[np.intp]
-    threshold: NDArray[np.float32]
-    # two for each node: where the value is at most the threshold, and else
-    children: NDArray[np.intp]
-    # good samples of each node
+    nodes: NDArray[Any]
+    steps: Sequence[_Step]
+    # good samples of each node behind the last step
     share: NDArray[np.float32]
 
     @classmethod
     def of_nodes(cls, linear: Scorer, roots: NDArray[Any], nodes: NDArray[Any]) -> Forest:
         """Return the forest of a table of nodes."""
-        children = np.stack((nodes["left"], nodes["right"]), axis=1).ravel()
-        return cls(
-            linear, roots.astype(np.intp), nodes["value"].astype(np.intp),
-            np.ascontiguousarray(nodes["threshold"]), children.astype(np.intp),
-            np.ascontiguousarray(nodes["share"]),
-        )  # fmt: skip
+        steps, at = [], roots.astype(np.intp)
+        for _ in range(_MAX_DEPTH // _LEVELS):
+            heap = [at]
+            for each in range((1 << _LEVELS) - 1):
+                heap += [nodes["left"][heap[each]], nodes["right"][heap[each]]]
+            asked = np.stack([*heap[: len(heap) // 2], at], axis=1)
+            at, after = np.unique(np.stack(heap[len(heap) // 2 :], axis=1), return_inverse=True)
+            value, threshold = nodes["value"][asked].astype(np.intp), nodes["threshold"][asked]
+            steps.append(_Step(value, threshold, after.reshape(-1, 1 << _LEVELS)))
+        return cls(linear, roots, nodes, steps, nodes["share"][at])
 
     def score(self, features: Features) -> float:
         """Return the score, 0 to 1."""
-        values, at = _values(self.linear, features), self.roots
+        values, at = _values(self.linear, features), np.arange(len(self.roots))
         # ``take`` needs half the time of an index
-        for _ in range(_MAX_DEPTH):
-            goes_right = values.take(self.value.take(at)) > self.threshold.take(at)
-            at = self.children.take(2 * at + goes_right)
-        return float(self.share.take(at).mean())
+        for step in self.steps:
+            goes_right = values.take(step.value.take(at, axis=0)) > step.threshold.take(at, axis=0)
+            at = step.after[at, _WAYS.take(np.packbits(goes_right))]
+        return float(np.add.reduce(self.share.take(at)) / np.float32(len(at)))
 
     def to_bytes(self) -> bytes:
         """Return the trees, without the linear scorer."""
-        nodes = np.zeros(len(self.value), _NODE)
-        nodes["value"], nodes["threshold"], nodes["share"] = self.value, self.threshold, self.share
-        nodes["left"], nodes["right"] = self.children[::2], self.children[1::2]
         count = np.array([len(self.roots)], "<u4")
-        return count.tobytes() + self.roots.astype("<u4").tobytes() + nodes.tobytes()
+        return count.tobytes() + self.roots.astype("<u4").tobytes() + self.nodes.tobytes()
 
     @classmethod
     def of_bytes(cls, data: bytes, linear: Scorer, num_dense: int) -> Forest:
@@ -93,7 +120,9 @@ class Forest(msgspec.Struct, frozen=True):
 def _values(linear: Scorer, features: Features) -> NDArray[np.float32]:
     """Return what the trees look at: the linear score before its last step, then the dense ones."""
     score = min(max(linear.score(features), 1e-6), 1.0 - 1e-6)
-    return np.concatenate(([math.log(score / (1.0 - score))], features.dense), dtype=np.float32)
+    values = np.empty(1 + len(features.dense), np.float32)
+    values[0], values[1:] = math.log(score / (1.0 - score)), features.dense
+    return values
 
 
 def has_forests() -> bool:

@@ -21,18 +21,24 @@ NUM_BUCKETS: Final = 4096
 _HEAD, _TAIL = 128, 384
 _LENGTHS: Final = (3, 4, 5)
 _BASE: Final = 0x01000193
-# what a letter is multiplied by, and what is added to a gram of each length
-_POWERS: Final = np.array([pow(_BASE, n, 1 << 32) for n in range(max(_LENGTHS))], np.uint32)
-_ADDED: Final = {n: np.uint32(n * pow(_BASE, n, 1 << 32) % (1 << 32)) for n in _LENGTHS}
+_MOD: Final = 1 << 32
+# what the letter before a gram is multiplied by, for grams of 2 letters and more
+_POWERS: Final = np.array([[pow(_BASE, n, _MOD)] for n in range(1, max(_LENGTHS))], np.uint32)
+# n B^n, which a gram of n letters has besides them, and what one of n - 1 lacks of that
+_ADDED: Final = [n * pow(_BASE, n, _MOD) if n in _LENGTHS else 0 for n in range(max(_LENGTHS) + 1)]
+_STEPS: Final = np.array([[(b - a) % _MOD] for a, b in pairwise(_ADDED[1:])], np.uint32)
 # spreads the low bits, of which a bucket is made
-_SPREAD: Final = np.uint32(0x9E3779B1)
+_SPREAD: Final = np.array(0x9E3779B1, np.uint32)
+# of a hash: where its bucket begins, the bits of that, and where the sign is
+_BUCKET: Final = np.array(19, np.uint32)
+_BUCKETS: Final = np.array(NUM_BUCKETS - 1, np.uint32)
+_SIGN: Final = np.array(31, np.uint32)
+_SIGNS: Final = np.array((-1.0, 1.0))
 _WORD: Final = re.compile(rb"[a-z0-9]+|[^\sa-z0-9]")
-# class of each byte: 1 a digit, 2 an operator, 3 upper case, 4 not ASCII
-_CLASSES: Final = np.zeros(256, np.uint8)
-_CLASSES[list(b"0123456789")] = 1
-_CLASSES[list(b"-+*/=<>^%")] = 2
-_CLASSES[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")] = 3
-_CLASSES[128:] = 4
+# digits, operators, upper case and not ASCII
+_CLASSES: Final = (
+    b"0123456789", b"-+*/=<>^%", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", bytes(range(128, 256)),
+)  # fmt: skip
 _CODE: Final = ("```", "def ", "return ", "();", "{\n")
 # names of what ``form_of`` returns, in order
 FORM: Final = (
@@ -42,28 +48,36 @@ FORM: Final = (
 
 
 def ngrams_of(text: str) -> NDArray[np.float32]:
-    """Return signed counts of a text's n-grams by bucket, as a vector of length 1 (0 for an empty
-    text)."""
+    """Return signed counts of a text's n-grams by bucket, as a vector of length 1 (0 for a text
+    without any)."""
     data = _shown(text).lower().encode("utf-8", "replace")
+    words = _WORD.findall(data)
+    singles = [*map(crc32, words)]
+    # a pair's goes on from its first word's; no word has white space
+    pairs = map(crc32, b"\n ".join(words).split(b"\n")[1:], singles)
+    told = np.array([*singles, *pairs], np.uint32)
+    hashes = np.concatenate((*_grams_of(data), told)) * _SPREAD
+    if not hashes.size:
+        return np.zeros(NUM_BUCKETS, np.float32)
+    signs = _SIGNS.take(hashes >> _SIGN)
+    counts = np.bincount((hashes >> _BUCKET) & _BUCKETS, signs, NUM_BUCKETS)
+    counts /= math.sqrt(float(counts @ counts)) or 1.0
+    return counts.astype(np.float32)
+
+
+def _grams_of(data: bytes) -> list[NDArray[np.uint32]]:
+    """Return the hashes of the letters' grams, by length."""
     letters = np.frombuffer(data, np.uint8).astype(np.uint32)
     found, grams = [], letters
-    for length in range(1, min(max(_LENGTHS), len(letters)) + 1):
-        if length > 1:
-            # one letter before each gram that is shorter by one
-            grams = letters[: 1 - length] * _POWERS[length - 1] + grams[1:]
-        if length in _ADDED:
-            found.append(grams + _ADDED[length])
-    words = _WORD.findall(data)
-    pairs = [one + b" " + other for one, other in pairwise(words)]
-    found.append(np.array([crc32(word) for word in (*words, *pairs)], np.uint32))
-    hashes = np.concatenate(found) * _SPREAD
-    signs = np.where(hashes >> np.uint32(31), np.float32(1.0), np.float32(-1.0))
-    counts = np.bincount((hashes >> np.uint32(19)) % NUM_BUCKETS, signs, NUM_BUCKETS)
-    norm = math.sqrt(float(counts @ counts))
-    return (counts / norm if norm else counts).astype(np.float32)
+    for length, before in enumerate(letters * _POWERS + _STEPS, 2):
+        # one letter before each gram that is shorter by one
+        grams = before[: 1 - length] + grams[1:]
+        if length in _LENGTHS:
+            found.append(grams)
+    return found
 
 
-def form_of(text: str, *, turns: int, tools: int, wants_json: bool) -> NDArray[np.float32]:
+def form_of(text: str, *, turns: int, tools: int, wants_json: bool) -> list[float]:
     """Return the values that ``FORM`` names.
 
     Args:
@@ -73,19 +87,19 @@ def form_of(text: str, *, turns: int, tools: int, wants_json: bool) -> NDArray[n
     """
     shown = _shown(text)
     data = shown.encode("utf-8", "replace")
-    classes = np.bincount(_CLASSES[np.frombuffer(data, np.uint8)], minlength=5)
-    told = (
+    length = max(1, len(data))
+    return [
         math.log1p(len(text)),
         math.log1p(shown.count("\n")),
-        *(classes[1:5] / max(1, len(data))),
-        min(3, shown.count("?")),
+        # deleting them all is quicker than to count each
+        *((len(data) - len(data.translate(None, each))) / length for each in _CLASSES),
+        float(min(3, shown.count("?"))),
         float(any(part in shown for part in _CODE)),
         float("json" in shown or "JSON" in shown),
         math.log1p(turns),
         math.log1p(tools),
         float(wants_json),
-    )
-    return np.array(told, np.float32)
+    ]
 
 
 def _shown(text: str) -> str:

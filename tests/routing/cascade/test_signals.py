@@ -162,7 +162,7 @@ def test_confidence_is_what_its_names_say(rows: list[tuple[float, list[float]]])
 
 
 def test_an_answer_without_tokens_has_no_confidence() -> None:
-    assert not confidence_of([], 8).any() and len(confidence_of([], 8)) == len(CONFIDENCE)
+    assert confidence_of([], 8) == [0.0] * len(CONFIDENCE)
 
 
 @given(st.text(max_size=300))
