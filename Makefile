@@ -20,6 +20,8 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 NATIVE := paceline/backends/native/_lib.so
 READY := $(STAMP) $(NATIVE)
 BEGAN := $(shell date +%s)
+# by this name, or make -n would run a target that calls it
+SELF := $(MAKE) --no-print-directory
 # tests start many processes, each of which would compile the package again
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 # a file's tests stay in one process, in which its servers and models are made once
@@ -38,9 +40,12 @@ serve: $(READY) ## an OpenAI-compatible server on PORT (8000); ARGS="--help" sho
 	@exec $(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
 
 # in the order of the files: by default those with many tests come first, and the model's, few and
-# long, at the end by themselves
-test: check $(READY) model ## every day's tests, some 11 minutes: no Debian package, no browser, nothing long
-	@$(PYTEST) $(TWO) --no-loadscope-reorder -m "$(DAILY)"; failed=$$?; \
+# long, at the end by themselves. The check takes its minute next to the tests, without mypy's cache
+# over a minute; what it finds is printed at once and once more at the end
+test: $(READY) model ## make check and every day's tests: no Debian package, no browser, nothing long
+	@said=$$(mktemp); { $(SELF) check >$$said 2>&1 || { cat $$said; false; }; } & \
+		$(PYTEST) $(TWO) --no-loadscope-reorder -m "$(DAILY)"; failed=$$?; \
+		wait $$! || { failed=1; cat $$said; }; rm $$said; \
 		took=$$(($$(date +%s) - $(BEGAN))); echo "make test took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
 
 quick: $(READY) check ## under a minute: make check and the tests that need no process and no model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import ssl
@@ -38,6 +40,8 @@ settings.load_profile("daily")
 # Python does by itself takes a tenth of its time
 gc.set_threshold(10_000, 20, 20)
 
+SECOND = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that skips fails")
@@ -51,6 +55,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
         report.outcome = "failed"
         report.longrepr = f"--no-skips, but {item.nodeid} skips: {report.longrepr[2]}"
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Import the tests from the last to the first in the second process: without cached bytecode,
+    the rewriting of their assertions takes a process longer than all else until the first test."""
+    for folder in session.config.args if SECOND else ():
+        for path in sorted(Path(folder).glob("**/test_*.py"), reverse=True):
+            name = ".".join(path.resolve().relative_to(session.path).with_suffix("").parts)
+            # collection reports it
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(name)
+    return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -67,10 +67,6 @@ def _zero(*_: object, **__: object) -> int:
     return 0
 
 
-def _infinite(*_: object, **__: object) -> float:
-    return math.inf
-
-
 def _whole_budget(self: ChunkSize) -> int:
     return self._most
 
@@ -141,7 +137,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "(a valve at 88 %, closed by default)": _set(pressure_threshold=0.88),
     # tenants
     "light tenants": _swap(pacing__tenants__TenantShares__is_light=_no),
-    "short steps while shared": _swap(pacing__budget__StepBudget___shared_seconds=_infinite),
+    "short steps while shared": _swap(pacing__tenants__TenantShares__step_rows=math.inf),
     "saved tokens": _swap(policies__fair___SAVED_STEPS=0.0),
     "queue share": _swap(pacing__request_admission___PER_PLACE=_NEVER),
     # what is learned

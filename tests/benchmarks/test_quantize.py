@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -15,12 +16,13 @@ from benchmarks.common.processes import Command, Unavailable
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.quantize import memory, speed
 from benchmarks.quantize.__main__ import killed_at_half
-from benchmarks.quantize.memory import memory_of_shape, run_alone, write_layer
+from benchmarks.quantize.memory import Used, memory_of_shape, run_alone, write_layer
 from benchmarks.quantize.peer import asked_of_server, read_by_peer
 from benchmarks.quantize.speed import speed_ratio
 from benchmarks.quantize.starts import starts
 from paceline.backends.native import unavailable_reason
 from paceline.checkpoints.open import open_checkpoint
+from paceline.cli.main import main
 from paceline.quantize.check import REFERENCE, build, forward_of
 from tests.backends.torch.models import VOCAB, save_model
 from tests.quantize.test_folder import folder_of, written
@@ -126,12 +128,29 @@ def test_the_faster_side(
 def test_one_layer_of_a_wide_model_is_quantized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def here(command: Sequence[str], *, quiet: bool = False) -> Used:
+        """Run what a command would, in this process, which has imported it."""
+        if command[1] == "-c":
+            exec(command[2], {})
+        else:
+            assert command[1:3] == ("-m", "paceline.cli.main") and main(list(command[3:])) == 0
+        return Used(0.0, len(command))
+
     source = written(folder_of(tmp_path / "model"))
     monkeypatch.setattr(memory, "write_layer", partial(write_layer, width=64, inner=96, heads=2))
-    found = memory_of_shape(source, tmp_path)
-    assert found["peak_mb"] > found["imports_mb"] - 50 > 0
+    monkeypatch.setattr(memory, "run_alone", here)
+    assert memory_of_shape(source, tmp_path) == {"peak_mb": 7, "imports_mb": 3}
     config = open_checkpoint(tmp_path / "one-layer-q4.gguf").config
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (1, 64, 96)
+
+
+def test_the_memory_of_a_command_is_its_own() -> None:
+    """Without this process's, which has imported PyTorch."""
+    empty, full = (
+        run_alone((sys.executable, "-c", f"bytes(range(256)) * ({size} << 12)")).peak_mb
+        for size in (0, 64)
+    )
+    assert 0 < empty < 60 and 60 < full - empty < 70
     with pytest.raises(subprocess.CalledProcessError):
         run_alone((sys.executable, "-c", "raise SystemExit(3)"))
 

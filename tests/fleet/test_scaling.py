@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cache
 
 import pytest
 
@@ -13,6 +14,7 @@ from paceline.fleet.scaling import Scale, Scaling, replicas_for
 SCALE = Scale(1, 20, first_token=1.0)
 
 
+@cache
 def pool(count: int, requests: int, **more: float) -> list[Seen]:
     """Replicas of 16 slots that share ``requests``."""
     share, rest = divmod(requests, count)

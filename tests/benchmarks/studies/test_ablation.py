@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.studies.ablation import SITUATIONS, plans_of, same_plans
 from benchmarks.studies.switches import SWITCHES, Switch
+from paceline.core.config import SchedulerConfig
 
 # where it shows soonest
 SHOWS = {
@@ -51,10 +52,8 @@ def _everything_on(situation: str) -> list[str]:
     return plans_of(situation, Switch())
 
 
-# the others take a minute together
-DAILY = (
-    "swapping", "learned lengths", "queue share", "learned bias of forecasts", "saved tokens",
-)  # fmt: skip
+# the others take more than a minute together
+DAILY = ("learned lengths", "queue share", "saved tokens")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +66,13 @@ def test_a_switch_changes_a_plan_and_leaves_the_core_as_it_was(name: str) -> Non
     assert not same_plans(situation, SWITCHES[name], everything_on)
     if situation == "gpu":
         assert same_plans(situation, Switch(), _everything_on(situation))
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_what_a_switch_sets_and_replaces_is_in_the_core(name: str) -> None:
+    SchedulerConfig(**SWITCHES[name].settings)
+    with SWITCHES[name].off():
+        pass
 
 
 def test_every_situation_is_needed() -> None:

@@ -74,8 +74,18 @@ async def run(arguments: list[str]) -> int:
     return await asyncio.to_thread(main, arguments)
 
 
+@pytest.fixture(autouse=True)
+def small_forests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.routing.cascade.forest._NUM_TREES", 10)
+
+
+def without_forests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit linear scorers, where it is not the scorer that is tested: forests take seconds."""
+    monkeypatch.setattr("paceline.bench.calibrate.fitting.has_forests", lambda: False)
+
+
 async def test_a_calibration_is_measured_and_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with AsyncExitStack() as stack:
         answering = ({"/v1/chat/completions": say} for say in (small, large))
@@ -92,9 +102,6 @@ async def test_a_calibration_is_measured_and_used(
         assert "cascade    max_loss 0.02   9 labels are missing" in told
         asked = sum(engine.asked.count("/v1/chat/completions") for engine in engines)
         assert asked == 160
-        # nothing is asked twice
-        assert await run(arguments) == 0
-        assert asked == sum(engine.asked.count("/v1/chat/completions") for engine in engines)
         config = read_config(tmp_path / "gateway.toml")
         async with gateway_over(config) as (_, http):
             for n, by in ((90, "small"), (91, "escalated")):
@@ -102,9 +109,16 @@ async def test_a_calibration_is_measured_and_used(
                 response = await http.post(CHAT, json=chat(model="chat", messages=messages))
                 assert response.headers["x-paceline-cascade"].startswith(f"{by};")
                 assert response.json()["choices"][0]["message"]["content"] == str(n)
+        # nothing is asked twice
+        asked = [engine.asked.count("/v1/chat/completions") for engine in engines]
+        without_forests(monkeypatch)
+        assert await run(arguments) == 0
+        assert asked == [engine.asked.count("/v1/chat/completions") for engine in engines]
 
 
-async def test_more_signals_are_asked_for_once_and_used(tmp_path: Path) -> None:
+async def test_more_signals_are_asked_for_once_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def drawn(body: dict[str, Any]) -> Any:
         """Sure of everything; further answers to odd numbers differ, and to even ones agree."""
         n, count = number(body), body.get("n", 1)
@@ -133,13 +147,15 @@ async def test_more_signals_are_asked_for_once_and_used(tmp_path: Path) -> None:
         assert await run(arguments) == 0
         # of each label an answer, further ones, and a vector
         assert [engines[0].asked.count(path) for path in (chats, embeddings)] == [160, 80]
-        assert await run(arguments) == 0
-        assert engines[0].asked.count(chats) == 160
         async with gateway_over(read_config(config)) as (_, http):
             for n, by in ((90, "small"), (91, "escalated")):
                 messages = [{"role": "user", "content": f"say {n}"}]
                 response = await http.post(CHAT, json=chat(model="chat", messages=messages))
                 assert response.headers["x-paceline-cascade"].startswith(f"{by};"), n
+        told = engines[0].asked.count(chats)
+        without_forests(monkeypatch)
+        assert await run(arguments) == 0
+        assert engines[0].asked.count(chats) == told
         # another set of signals is another score
         config.write_text(config.read_text().replace("samples = 2", "samples = 3"))
         with pytest.raises(ConfigError, match="made with samples = 2, and the file says 3"):
@@ -148,8 +164,9 @@ async def test_more_signals_are_asked_for_once_and_used(tmp_path: Path) -> None:
 
 
 async def test_shadow_traffic_is_calibrated_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    without_forests(monkeypatch)
     async with AsyncExitStack() as stack:
         answering = ({"/v1/chat/completions": say} for say in (small, large))
         engines = [
@@ -206,7 +223,7 @@ async def test_too_few_labels_are_counted_and_what_failed_is_told(
 async def test_checkers_that_fail_cost_their_labels_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.bench.calibrate.fitting.has_forests", lambda: False)
+    without_forests(monkeypatch)
     hangs = {"program": [sys.executable, "-c", "while True: pass"], "timeout": 0.3}
     dies = {"program": [sys.executable, "-c", "import os; os.abort()"]}
     silent = {"judge": "http://127.0.0.1:9", "timeout": 1.0}

@@ -412,13 +412,16 @@ async def test_a_context_goes_with_the_engine_that_said_it(most: int | None) -> 
 
 async def test_reloads_come_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(GOOD, metrics=VLLM) as (engine, gateway, _):
-        # the first is to wait for it
         engine.frozen = True
         changed = [
             configured(engine, engine_fields={"e1": {"max_concurrent": most}}) for most in (8, 9)
         ]
-        await asyncio.gather(*(gateway.reload(each, gateway.keys) for each in changed))
+        reloads = asyncio.gather(*(gateway.reload(each, gateway.keys) for each in changed))
+        # the first waits for the engine
+        await asyncio.sleep(0.1)
+        assert not reloads.done()
         engine.frozen = False
+        await reloads
         one = gateway.upstreams.by_name["e1"]
         assert one.config == changed[1].engines[0] == gateway.config.engines[0]
         before = one.num_polls
