@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.common.client import get
 from benchmarks.common.server import PacelineServer
@@ -24,12 +23,7 @@ class FaultyServer(PacelineServer):
     def __init__(self, model: str, log: Path, *flags: str, around: tuple[str, ...] = ()) -> None:
         super().__init__(model, *flags, log=log, around=around)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close(grace=0.0)
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from types import TracebackType
 
 from paceline.client.driver import carry_out
 from paceline.client.events import Event, Finished
@@ -50,12 +49,7 @@ class AsyncStream(AsyncIterator[Event]):
     async def __aenter__(self) -> AsyncStream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 

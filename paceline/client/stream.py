@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
-from types import TracebackType
 
 from paceline.client.driver import carry_out
 from paceline.client.events import Event, Finished
@@ -49,12 +48,7 @@ class Stream(Iterator[Event]):
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from paceline.errors import ConfigError
@@ -40,10 +39,7 @@ class ControllerLock:
             raise ConfigError(f"{self._path} cannot be opened: {error.strerror}") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         if self._file >= 0:
             os.close(self._file)
 

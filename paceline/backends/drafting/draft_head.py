@@ -35,11 +35,17 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.backends.drafting.draft_model import draw
 from paceline.backends.runner.drafting import Drafting, DraftRow
-from paceline.backends.runner.interface import AttentionBatch, Likeliest, Logits, Sampler, StepModel
+from paceline.backends.runner.interface import (
+    AttentionBatch,
+    Ints,
+    Likeliest,
+    Logits,
+    Sampler,
+    StepModel,
+)
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["FeatureModel", "FeatureTap", "HeadDraft", "HeadModel"]
@@ -64,11 +70,11 @@ class HeadModel(Protocol):
 
     def start(
         self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        token_ids: Ints,
+        positions: Ints,
         batch: AttentionBatch,
         features: Sequence[Features],
-        sampled: NDArray[np.int64],
+        sampled: Ints,
     ) -> Logits:
         """Enter T positions whose features are known; ``features`` holds them in pieces.
 
@@ -78,13 +84,7 @@ class HeadModel(Protocol):
             sampled: [S], the tokens whose logits are wanted; may be empty.
         """
 
-    def go_on(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        batch: AttentionBatch,
-        rows: NDArray[np.int64],
-    ) -> Logits:
+    def go_on(self, token_ids: Ints, positions: Ints, batch: AttentionBatch, rows: Ints) -> Logits:
         """Enter the next position of rows that the last call returned logits for, from the head's
         own output. ``rows`` are indices into those logits."""
 
@@ -310,7 +310,7 @@ class HeadDraft(Drafting):
         rows: Sequence[DraftRow],
         going: Sequence[tuple[int, int]],
         made: Sequence[int],
-        samples_at: NDArray[np.int64],
+        samples_at: Ints,
     ) -> Logits:
         """Return the logits behind each row's last draft."""
         at = [rows[r].last - 1 + made[r] for r, _ in going]
@@ -411,10 +411,10 @@ class FeatureTap:
 
     def forward(
         self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        token_ids: Ints,
+        positions: Ints,
         batch: AttentionBatch,
-        sampled: NDArray[np.int64],
+        sampled: Ints,
         *,
         needs_logits: bool = True,
     ) -> Logits:

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.backends.runner.drafting import Drafting, DraftRow
 from paceline.backends.runner.interface import (
     AttentionBatch,
+    Ints,
     Likeliest,
     LoadedModel,
     Logits,
@@ -55,7 +55,7 @@ _COMPUTED: Final = 128
 _COPIED: Final = 2048
 
 # (blocks): copies their positions from the served model's cache
-Mirror = Callable[[NDArray[np.int64]], None]
+Mirror = Callable[[Ints], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.native.single_kernels import cache_bytes
 from paceline.backends.native.tensors import OWN_BITS, Tensor, checkpoint_tensors
-from paceline.backends.runner.interface import AttentionBatch, LoadedModel, PoolMemory
+from paceline.backends.runner.interface import AttentionBatch, Ints, LoadedModel, PoolMemory
 from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.model.config import ModelConfig
@@ -116,10 +116,10 @@ class NativeStep:
 
     def forward(
         self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        token_ids: Ints,
+        positions: Ints,
         batch: AttentionBatch,
-        sampled: NDArray[np.int64],
+        sampled: Ints,
         *,
         needs_logits: bool = True,
     ) -> NDArray[np.float32]:
@@ -133,12 +133,7 @@ class NativeStep:
         )  # fmt: skip
 
     def hidden(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        batch: AttentionBatch,
-        wanted: NDArray[np.int64],
-        kinds: NDArray[np.int64],
+        self, token_ids: Ints, positions: Ints, batch: AttentionBatch, wanted: Ints, kinds: Ints
     ) -> NDArray[np.float32]:
         """Implement ``pooling.runner.HiddenModel.hidden``; decoders ignore ``kinds``."""
         assert self._norm is not None, "loaded for its logits"
@@ -195,7 +190,7 @@ class NativeStep:
             -1, size
         )
 
-    def mirror(self, other: NativeStep, block_ids: NDArray[np.int64]) -> None:
+    def mirror(self, other: NativeStep, block_ids: Ints) -> None:
         """Copy blocks of the KV cache of ``other``, which has the same layout, under the same
         ids."""
         assert not len(self._places) + len(other._places), (

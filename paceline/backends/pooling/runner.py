@@ -19,7 +19,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch, Ints
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import BlockSwap, NewRequest, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.pooling import PoolingInfo, PoolingParams
@@ -133,12 +133,7 @@ class HiddenModel(Protocol):
     operations only between steps."""
 
     def hidden(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        batch: AttentionBatch,
-        wanted: NDArray[np.int64],
-        kinds: NDArray[np.int64],
+        self, token_ids: Ints, positions: Ints, batch: AttentionBatch, wanted: Ints, kinds: Ints
     ) -> NDArray[np.float32]:
         """Run one step.
 

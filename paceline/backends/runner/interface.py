@@ -40,6 +40,8 @@ __all__ = [
 Logits: TypeAlias = Any
 # value of ``StepModel.likeliest``; a sampler need not support what its own model never returns
 Likeliest: TypeAlias = Any
+# ids, positions, counts and indices
+Ints: TypeAlias = NDArray[np.int64]
 
 
 class RowAdapter(NamedTuple):
@@ -55,11 +57,11 @@ class AttentionBatch:
     """The rows of one step. Tokens are flat, row after row; T is the sum of ``counts``."""
 
     # first position of each row computed in this step, [rows]
-    starts: NDArray[np.int64]
+    starts: Ints
     # positions of each row computed in this step, >= 1, [rows]
-    counts: NDArray[np.int64]
+    counts: Ints
     # block ids by position // block_size, [rows, width]; entries behind a row's last are ignored
-    block_tables: NDArray[np.int64]
+    block_tables: Ints
     # by row, None where it has no adapter; None: no row has one
     adapters: Sequence[RowAdapter | None] | None = None
 
@@ -75,10 +77,10 @@ class StepModel(Protocol):
 
     def forward(
         self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        token_ids: Ints,
+        positions: Ints,
         batch: AttentionBatch,
-        sampled: NDArray[np.int64],
+        sampled: Ints,
         *,
         needs_logits: bool = True,
     ) -> Logits:

@@ -27,9 +27,8 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch, Ints
 from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 from paceline.core.outputs import BlockSwap, WindowBlock
@@ -285,26 +284,20 @@ class TorchAttention:
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed, dtype=self._dtype, device=self._device)
 
-    def _written_blocks(
-        self, batch: AttentionBatch, firsts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _written_blocks(self, batch: AttentionBatch, firsts: Ints) -> tuple[Ints, Ints]:
         """Return the block to which each token is written, and its offset there: [T] both."""
         row = np.repeat(np.arange(len(batch.counts)), batch.counts)
         position = np.arange(len(row)) + (batch.starts - firsts)[row]
         index, offset = np.divmod(position, self._block_size)
         return batch.block_tables[row, index], offset
 
-    def _slot_mapping(
-        self, block: NDArray[np.int64], offset: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def _slot_mapping(self, block: Ints, offset: Ints) -> Ints:
         """Return rows of ``_by_slot`` for each token's keys, then values: [T, 2 * kv_heads]."""
         part = np.arange(2 * self._kv_heads)
-        slots: NDArray[np.int64] = (block[:, None] * len(part) + part) * self._block_size + offset[
-            :, None
-        ]
+        slots: Ints = (block[:, None] * len(part) + part) * self._block_size + offset[:, None]
         return slots
 
-    def _segments(self, batch: AttentionBatch, firsts: NDArray[np.int64]) -> list[_Segment]:
+    def _segments(self, batch: AttentionBatch, firsts: Ints) -> list[_Segment]:
         segments = []
         rows = zip(batch.starts.tolist(), batch.counts.tolist(), firsts.tolist(), strict=True)
         for row, (start, count, first) in enumerate(rows):
@@ -354,16 +347,14 @@ class TorchAttention:
             window_mask=windowed,
         )
 
-    def _gather(self, tables: NDArray[np.int64]) -> torch.Tensor:
+    def _gather(self, tables: Ints) -> torch.Tensor:
         """Return ``_Group.gather`` for block tables [size, num_blocks]."""
         # [2, size, kv_heads, num_blocks]
         part = np.arange(2 * self._kv_heads).reshape(2, 1, self._kv_heads, 1)
         rows = tables[None, :, None, :] * (2 * self._kv_heads) + part
         return self._to_device(rows.reshape(-1))
 
-    def _masks(
-        self, last_seen: NDArray[np.int64], keys: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _masks(self, last_seen: Ints, keys: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return masks [size, 1, queries, keys] for queries at positions ``last_seen``: one for all
         earlier positions, and one for the sliding window."""
         position = self._to_device(last_seen)[:, None, :, None]
@@ -430,7 +421,7 @@ class TorchAttention:
             out = out.view(size, kv_heads, shared, queries, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(size * queries, self._heads * head_dim)
 
-    def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+    def _to_device(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 

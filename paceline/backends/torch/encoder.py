@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch, Ints
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.machine import choose_dtype
 from paceline.checkpoints.model.encoder import EncoderConfig, EncoderFiles
@@ -159,12 +159,7 @@ class Encoder:
 
     @torch.inference_mode()
     def hidden(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        batch: AttentionBatch,
-        wanted: NDArray[np.int64],
-        kinds: NDArray[np.int64],
+        self, token_ids: Ints, positions: Ints, batch: AttentionBatch, wanted: Ints, kinds: Ints
     ) -> NDArray[np.float32]:
         """Implement ``HiddenModel.hidden``. An encoder with one kind of token ignores ``kinds``."""
         self._attention.prepare(batch)
@@ -181,7 +176,7 @@ class Encoder:
             x = layer.output_norm(x.float() + layer.output(inner))
         return x[self._to_device(wanted)].float().cpu().numpy()
 
-    def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+    def _to_device(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

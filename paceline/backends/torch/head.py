@@ -9,11 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch, Ints
 from paceline.backends.torch.attention import TorchAttention
 from paceline.checkpoints.model.config import ModelConfig
 
@@ -53,11 +51,11 @@ class TorchHead(ABC):
     @torch.inference_mode()
     def start(
         self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        token_ids: Ints,
+        positions: Ints,
         batch: AttentionBatch,
         features: Sequence[torch.Tensor],
-        sampled: NDArray[np.int64],
+        sampled: Ints,
     ) -> torch.Tensor:
         self._attention.prepare(batch)
         tokens, at, chosen = map(self._tensor, (token_ids, positions, sampled))
@@ -65,11 +63,7 @@ class TorchHead(ABC):
 
     @torch.inference_mode()
     def go_on(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        batch: AttentionBatch,
-        rows: NDArray[np.int64],
+        self, token_ids: Ints, positions: Ints, batch: AttentionBatch, rows: Ints
     ) -> torch.Tensor:
         self._attention.prepare(batch)
         tokens, at, chosen = map(self._tensor, (token_ids, positions, rows))
@@ -98,5 +92,5 @@ class TorchHead(ABC):
     def _go_on(self, tokens: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Compute ``go_on`` with attention prepared: [rows, vocab] in float32."""
 
-    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
+    def _tensor(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch, Ints
 from paceline.backends.runner.sampling import SampleRow, Samples
 from paceline.backends.torch.adapters import StepAdapters
 from paceline.backends.torch.attention import AttentionBackend, TorchAttention
@@ -45,10 +45,10 @@ class TorchStep:
     @torch.inference_mode()
     def forward(
         self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        token_ids: Ints,
+        positions: Ints,
         batch: AttentionBatch,
-        sampled: NDArray[np.int64],
+        sampled: Ints,
         *,
         needs_logits: bool = True,
     ) -> torch.Tensor:
@@ -66,12 +66,7 @@ class TorchStep:
 
     @torch.inference_mode()
     def hidden(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        batch: AttentionBatch,
-        wanted: NDArray[np.int64],
-        kinds: NDArray[np.int64],
+        self, token_ids: Ints, positions: Ints, batch: AttentionBatch, wanted: Ints, kinds: Ints
     ) -> NDArray[np.float32]:
         """Implement ``pooling.runner.HiddenModel.hidden``; decoders ignore ``kinds``."""
         self._attention.prepare(batch)

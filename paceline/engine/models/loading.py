@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from paceline.engine.models.page import LATELY, Page, Slot, lives
@@ -47,12 +46,7 @@ class Loading:
     def __enter__(self) -> Loading:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._page.locked():
             self._page.set(self._page.me, Slot())
         self._page.close()

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Protocol, runtime_checkable
 
 from paceline.engine.models.arbiter import Contender, choose_turn, longest_step
@@ -164,12 +163,7 @@ class Turn:
             self._got_turn(self._began - now)
         self._lent += self._began - now
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         now = time.monotonic()
         self._away += _NEW * (self._waited + self._lent - self._away)
         with self._page.locked():

@@ -347,7 +347,7 @@ async def messages_answer(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> bytes:
     """Return the body of an answer that is not streamed."""
-    head = AnswerHead.of("msg", request_id, service, adapter=request.options.adapter)
+    head = AnswerHead.of("msg", request_id, service, request.options)
     content: list[dict[str, Any]] = []
     last = None
     async with aclosing(chat_pieces(service, request, head, arrival)) as pieces:
@@ -426,7 +426,7 @@ async def messages_events(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed answer, from ``message_start`` to ``message_stop``."""
-    head = AnswerHead.of("msg", request_id, service, adapter=request.options.adapter)
+    head = AnswerHead.of("msg", request_id, service, request.options)
     # the type of the open content block; empty: no block is open
     block = ""
     index = -1

@@ -98,7 +98,7 @@ async def token_answer(
     service: Service, request: CompletionRequest, request_id: str, arrival: float
 ) -> bytes:
     """Return the body of an answer that is not streamed."""
-    head = AnswerHead.of("gen", request_id, service, adapter=request.options.adapter)
+    head = AnswerHead.of("gen", request_id, service, request.options)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)
     asked = await _request(service, request, head, arrival)
     outputs = service.run((asked,))
@@ -136,7 +136,7 @@ async def token_events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed answer, with usage on the last, or on all if requested; then
     ``DONE``."""
-    head = AnswerHead.of("gen", request_id, service, adapter=request.options.adapter)
+    head = AnswerHead.of("gen", request_id, service, request.options)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)
     options = request.options
     count = UsageCount(1, options)

@@ -7,7 +7,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
-from types import TracebackType
 from typing import Final, Self
 
 from starlette.types import Send
@@ -130,12 +129,7 @@ class Passed:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self._ended:
             self.connection.drop()
 

@@ -68,7 +68,7 @@ async def llama_events(
     _: Shortcut[GenerationOutput],
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed answer."""
-    head = AnswerHead.of("cmpl", request_id, service, adapter=request.options.adapter)
+    head = AnswerHead.of("cmpl", request_id, service, request.options)
     writer = TokenWriter(service.client.tokenizer, as_ids=False)
     async with aclosing(_run(service, request, head, arrival)) as news:
         async for index, choice, delta in news:
@@ -85,7 +85,7 @@ async def llama_answer(
     service: Service, request: LlamaRequest, request_id: str, arrival: float
 ) -> bytes:
     """Return the body of an answer that is not streamed: an object, or a list of them."""
-    head = AnswerHead.of("cmpl", request_id, service, adapter=request.options.adapter)
+    head = AnswerHead.of("cmpl", request_id, service, request.options)
     writer = TokenWriter(service.client.tokenizer, as_ids=False)
     found: dict[int, _Choice] = {}
     async with aclosing(_run(service, request, head, arrival)) as news:

@@ -39,7 +39,6 @@ from paceline.server.protocol.responses import (
     Usage,
     encode,
 )
-from paceline.server.protocol.rules import NamedAdapter
 from paceline.speculation.draft_tokens import PREDICTION
 
 __all__ = [
@@ -76,17 +75,17 @@ class AnswerHead:
         prefix: str,
         request_id: str,
         service: Service,
-        service_tier: str | None = None,
-        *,
-        adapter: NamedAdapter | None = None,
+        options: GenerationOptions | None = None,
     ) -> AnswerHead:
+        """Return the head of an answer; without ``options``, of one without adapter and tier."""
+        adapter = None if options is None else options.adapter
         return cls(
             f"{prefix}-{request_id}",
             int(time.time()),
             service.model_name if adapter is None else adapter.name,
             token_hex(8),
             service.fingerprint,
-            service_tier,
+            None if options is None else options.service_tier,
         )
 
     def engine_id(self, index: int) -> str:

@@ -45,13 +45,7 @@ async def chat_events(
 
     Errors before the first event are raised from the first ``anext``.
     """
-    head = AnswerHead.of(
-        "chatcmpl",
-        request_id,
-        service,
-        request.options.service_tier,
-        adapter=request.options.adapter,
-    )
+    head = AnswerHead.of("chatcmpl", request_id, service, request.options)
     chat = await start_chat(service, request, head, arrival, shortcut)
     stream = ChatStream(head, request, chat, service.client.tokenizer)
     shortcut.render_with(stream.middle)
@@ -67,13 +61,7 @@ async def chat_answer(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> bytes:
     """Return the body of an answer that is not streamed."""
-    head = AnswerHead.of(
-        "chatcmpl",
-        request_id,
-        service,
-        request.options.service_tier,
-        adapter=request.options.adapter,
-    )
+    head = AnswerHead.of("chatcmpl", request_id, service, request.options)
     chat = await start_chat(service, request, head, arrival)
     prompt, options = chat.prompt, request.options
     pieces = ChatPieces(request, prompt, thinking=chat.thinking)

@@ -55,9 +55,7 @@ async def completion_events(
 
     Errors before the first event are raised from the first ``anext``.
     """
-    head = AnswerHead.of(
-        "cmpl", request_id, service, request.options.service_tier, adapter=request.options.adapter
-    )
+    head = AnswerHead.of("cmpl", request_id, service, request.options)
     prompts, outputs = await _start(service, request, head, arrival, shortcut)
     echoes = await _echoes(service, request, prompts)
     stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
@@ -75,9 +73,7 @@ async def completion_answer(
     service: Service, request: CompletionRequest, request_id: str, arrival: float
 ) -> bytes:
     """Return the body of an answer that is not streamed."""
-    head = AnswerHead.of(
-        "cmpl", request_id, service, request.options.service_tier, adapter=request.options.adapter
-    )
+    head = AnswerHead.of("cmpl", request_id, service, request.options)
     prompts, outputs = await _start(service, request, head, arrival)
     n = request.options.n
     async with aclosing(outputs):

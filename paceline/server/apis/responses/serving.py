@@ -37,7 +37,7 @@ class ResponseBuilder:
     """Builds a response object, and the events that describe it."""
 
     def __init__(self, service: Service, request: ResponsesRequest, request_id: str) -> None:
-        self.head = AnswerHead.of("resp", request_id, service, adapter=request.chat.options.adapter)
+        self.head = AnswerHead.of("resp", request_id, service, request.chat.options)
         # random, because responses are stored by it
         self.id = f"resp_{self.head.nonce}{token_hex(16)}"
         self._request = request
