@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.machine.heap import trim_heap
+from paceline.backends.machine.cpu import trim_heap
 from paceline.backends.torch.linear import DenseLinear, Linear
 from paceline.checkpoints.gguf.container import GGUFType
 from paceline.checkpoints.model.checkpoint import Checkpoint

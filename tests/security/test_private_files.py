@@ -29,7 +29,7 @@ from paceline.checkpoints.hub.catalogue import Alias
 from paceline.checkpoints.hub.pip_models import pull
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
-from paceline.engine.blocks.fingerprint import file_digests
+from paceline.engine.blocks.opening import file_digests
 from paceline.engine.models.page import make_page
 from paceline.engine.models.turn import Turn
 from paceline.files import make_private_folder

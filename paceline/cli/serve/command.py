@@ -371,7 +371,7 @@ async def _serve(
 ) -> int:
     import asyncio
 
-    from paceline.backends.machine.heap import trim_heap
+    from paceline.backends.machine.cpu import trim_heap
     from paceline.cli.flags.settings import ENGINE_PROCESS
     from paceline.cli.serve.startup import Stages, process_age
     from paceline.cli.wiring import build_tokenizer

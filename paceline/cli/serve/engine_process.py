@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.backends.machine.heap import trim_heap
+from paceline.backends.machine.cpu import trim_heap
 from paceline.backends.machine.yielding import lower_all
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.serve.startup import Stages, process_age

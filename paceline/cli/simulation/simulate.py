@@ -23,6 +23,7 @@ from paceline.cli.flags.plugins import listed_policies
 from paceline.cli.flags.scheduling_options import (
     add_flags,
 )
+from paceline.cli.simulation.plan_fleet import add_model_shape
 from paceline.cli.simulation.simulated_pool import FLAGS, pool_of
 from paceline.errors import ConfigError
 
@@ -63,12 +64,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--step-times", required=True, metavar="SPEC", help="how long steps take, see below"
     )
-    parser.add_argument(
-        "--model-shape",
-        type=Path,
-        help="shapes of further models: a checkpoint's config.json, or entries as in "
-        "paceline/sim/step_times/models.json",
-    )
+    add_model_shape(parser)
     parser.add_argument(
         "--policy", default=None, metavar="NAME[,NAME...]", help="policies to compare"
     )

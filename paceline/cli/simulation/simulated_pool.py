@@ -14,6 +14,7 @@ from paceline.cli.flags.scheduling_options import (
     given_settings,
     naming_flags,
 )
+from paceline.cli.simulation.plan_fleet import given_shapes
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,12 +38,11 @@ def pool_of(args: argparse.Namespace, policy: str | None) -> Pool:
     engine's, or the default. Raises ConfigError."""
     from paceline.routing import make_router
     from paceline.sim.pool import Disaggregation, Pool, ReplicaSpec
-    from paceline.sim.step_times.models import ModelShape
     from paceline.sim.step_times.spec import open_step_times
     from paceline.sim.transfer import KVTransfer
 
     decoding = args.decode_replicas or 0
-    models = ModelShape.read(args.model_shape) if args.model_shape else ()
+    models = given_shapes(args)
     first = open_step_times(args.step_times, seed=args.seed, models=models)
     others = range(1, args.replicas + decoding)
     sources = [first, *(first.another(args.seed + index) for index in others)]

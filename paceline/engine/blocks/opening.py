@@ -1,10 +1,13 @@
-"""Keeper of blocks, made from an engine's settings."""
+"""Keeper of blocks, made from an engine's settings, and the fingerprint of what a block's bytes
+depend on, besides its tokens."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +17,61 @@ from paceline.checkpoints.gguf.shards import weight_files
 from paceline.core.backend import BackendInfo, BlockMemory, ModelBackend
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.engine.blocks.disk import DiskStore
-from paceline.engine.blocks.fingerprint import file_digests, fingerprint
 from paceline.engine.blocks.keeper import BlockKeeper
 from paceline.engine.blocks.peer import BlockServer, Peer
 from paceline.engine.types import KvSource
 from paceline.errors import ConfigError
-from paceline.files import make_private_folder
+from paceline.files import make_private_folder, write_private
 
-__all__ = ["KEY_VARIABLE", "BlockSettings", "model_files", "open_keeper"]
+__all__ = [
+    "KEY_VARIABLE",
+    "BlockSettings",
+    "file_digests",
+    "fingerprint",
+    "model_files",
+    "open_keeper",
+]
+
+_DIGESTS: Final = "digests.json"
+
+
+def fingerprint(digests: Iterable[str], about: Mapping[str, object]) -> bytes:
+    """Return 32 bytes that are equal only for equal model files and equal ``about``, which is JSON:
+    formats, block size, and what the backend's ``block_layout`` says."""
+    text = json.dumps({"files": list(digests), **about}, sort_keys=True)
+    return hashlib.sha256(b"paceline-blocks" + text.encode()).digest()
+
+
+def file_digests(files: Iterable[Path], folder: Path | None) -> list[str]:
+    """Return the SHA-256 of each file. Whole files are read, since equal fingerprints of unequal
+    models would mix their caches; so digests are kept in ``folder``, if there is one, until size or
+    time of change differ. Raises OSError where a model's file cannot be read."""
+    kept: dict[str, str] = {}
+    store = None if folder is None else folder / _DIGESTS
+    if store is not None:
+        try:
+            found = json.loads(store.read_bytes())
+            kept = {k: v for k, v in found.items() if isinstance(v, str)}
+        except (OSError, ValueError, AttributeError):
+            kept = {}
+    digests, known = [], {}
+    for file in files:
+        about = file.stat()
+        name = json.dumps([str(file.resolve()), about.st_size, about.st_mtime_ns, about.st_ino])
+        digest = kept.get(name)
+        if digest is None:
+            with file.open("rb") as data:
+                digest = hashlib.file_digest(data, "sha256").hexdigest()
+        known[name] = digest
+        digests.append(digest)
+    if store is not None and known.items() - kept.items():
+        try:
+            write_private(store, json.dumps(kept | known))
+        except OSError:
+            # they are computed again next time
+            return digests
+    return digests
+
 
 # environment variable with the key that engines of one fleet share
 KEY_VARIABLE: Final = "PACELINE_KV_KEY"

@@ -1,19 +1,63 @@
-"""Detection of engines that stand still, their end, and the limit on restarts.
+"""Detection of engines that stand still, their end, and the limits on restarts and on the loads of
+adapters that end engines.
 
-This module does not know requests. ``Restarts`` does not know engines, nor the clock.
+This module does not know requests. ``Restarts`` and ``DeadlyLoads`` know no engines, nor the clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol, TypeVar
 
-from paceline.errors import EngineDeadError
+from paceline.errors import EngineDeadError, EngineLostError
 
-__all__ = ["Restarts", "Watched", "watch"]
+__all__ = ["DeadlyLoads", "Restarts", "Watched", "watch"]
+
+_log = logging.getLogger(__name__)
+
+# seconds for which an adapter is not loaded after its load ended the engine twice
+_SECONDS: Final = 60.0
+
+
+class DeadlyLoads:
+    """Losses of engines by the path of an adapter that was being loaded: after the second one it is
+    left alone for a while."""
+
+    def __init__(self) -> None:
+        self._losses: Counter[str] = Counter()
+        self._until: dict[str, float] = {}
+
+    def __contains__(self, path: str) -> bool:
+        """Whether a path is left alone, or was until ``check`` let it go."""
+        return path in self._until
+
+    def note(self, paths: Iterable[str], now: float) -> None:
+        """Count the end of an engine that was loading these."""
+        for path in set(paths):
+            self._losses[path] += 1
+            if self._losses[path] > 1:
+                self._until[path] = now + _SECONDS
+                _log.error("adapter_suspended path=%s losses=%d", path, self._losses[path])
+
+    def check(self, path: str, now: float) -> bool:
+        """Return whether a path has its next try from now on, as its time is over. Raises
+        EngineLostError while it is left alone."""
+        until = self._until.get(path)
+        if until is None:
+            return False
+        if now < until:
+            raise EngineLostError(
+                f"the engine ended {self._losses[path]} times while this adapter was loaded; it is "
+                f"not loaded for {until - now:.0f} s",
+                until - now,
+            )
+        del self._until[path]
+        return True
+
 
 # seconds to wait before the second restart of a window; doubled for each later one
 _BACKOFF: Final = 0.25

@@ -32,9 +32,8 @@ from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.process.frontend import happens_within
 from paceline.engine.process.in_flight import LOADING
 from paceline.engine.protocol import Sink, Tokenizer
-from paceline.engine.supervision.deadly_loads import DeadlyLoads
 from paceline.engine.supervision.quarantine import Place, Quarantine, Suspect, find_guilty
-from paceline.engine.supervision.restarts import Restarts, watch
+from paceline.engine.supervision.restarts import DeadlyLoads, Restarts, watch
 from paceline.engine.supervision.supervised import (
     Aborted,
     Call,

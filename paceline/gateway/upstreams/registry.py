@@ -22,12 +22,21 @@ from paceline.gateway.settings.engine_types import read_contexts
 from paceline.gateway.settings.engines import EngineConfig, MemberConfig, PoolMembers
 from paceline.gateway.upstreams.capabilities import discover_capabilities
 from paceline.gateway.upstreams.pools import UNHEARD_SECONDS, Pools
-from paceline.gateway.upstreams.probe import fetch_small
 from paceline.gateway.upstreams.upstream import Upstream, UpstreamModel
 from paceline.http.errors import HttpError
+from paceline.http.small import fetch
 from paceline.http.upstream import ConnectError
 
-__all__ = ["UpstreamRegistry"]
+__all__ = ["UpstreamRegistry", "fetch_small"]
+
+
+async def fetch_small(
+    upstream: Upstream, path: str, timeout: float, body: bytes | None = None
+) -> tuple[int, bytes]:
+    """Return status and body of a GET, or of a POST of ``body`` (JSON). Raises ConnectError."""
+    method = "GET" if body is None else "POST"
+    return await fetch(upstream.pool, method, path, upstream.headers(), timeout, body)
+
 
 _log = logging.getLogger("paceline.gateway")
 

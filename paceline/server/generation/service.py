@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
@@ -45,7 +46,12 @@ from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.protocol.targets import CLASSES
 from paceline.server.settings.config import ServerConfig
 
-__all__ = ["Entry", "Handler", "ModelFinder", "Service", "UnderWay", "make_service"]
+__all__ = ["LOAD_WAIT", "Entry", "Handler", "ModelFinder", "Service", "UnderWay", "make_service"]
+
+# the seconds that a request has waited for its model, where one server has several: everything that
+# answers a request runs in its context, and a server of one model never sets it
+LOAD_WAIT: Final = ContextVar("LOAD_WAIT", default=0.0)
+
 
 _log = logging.getLogger("paceline.server")
 # --no-enable-log-requests silences it

@@ -27,8 +27,7 @@ from paceline.errors import InvalidRequestError, PacelineError, QueueFullError
 from paceline.http.errors import HttpError, public
 from paceline.http.fields import show
 from paceline.http.sse import unless_disconnected
-from paceline.server.generation.load_wait import LOAD_WAIT
-from paceline.server.generation.service import Handler, Service, make_service
+from paceline.server.generation.service import LOAD_WAIT, Handler, Service, make_service
 from paceline.server.models.begun import BegunStream
 from paceline.server.settings.config import ServerConfig
 from paceline.server.transport.middleware import (

@@ -13,8 +13,7 @@ from paceline.engine.types import GenerationOutput
 from paceline.http.errors import HttpError, Reply, error_body, reply_to
 from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, SSE, EventStream, event, first_event, unless_disconnected
-from paceline.server.generation.load_wait import LOAD_WAIT
-from paceline.server.generation.service import Service
+from paceline.server.generation.service import LOAD_WAIT, Service
 from paceline.server.protocol.requests import GenerationOptions, RequestRules
 from paceline.server.protocol.rules import NamedAdapter
 from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_headers

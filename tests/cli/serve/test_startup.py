@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.machine.heap import trim_heap
+from paceline.backends.machine.cpu import trim_heap
 from paceline.cli.serve.startup import Stages, process_age
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from paceline.engine.blocks.disk import DiskStore
-from paceline.engine.blocks.fingerprint import file_digests, fingerprint
+from paceline.engine.blocks.opening import file_digests, fingerprint
 from paceline.errors import ConfigError
 
 SIZE = 24

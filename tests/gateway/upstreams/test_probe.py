@@ -13,7 +13,7 @@ import pytest
 
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.settings.config import EngineConfig, GatewayConfig
-from paceline.gateway.upstreams.probe import fetch_small
+from paceline.gateway.upstreams.registry import fetch_small
 from paceline.gateway.upstreams.upstream import Upstream
 
 SECONDS: Final = 0.3

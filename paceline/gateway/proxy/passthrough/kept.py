@@ -8,7 +8,7 @@
     POST /v1/batches                             to the engine that has the input file
     GET /v1/files, /v1/batches                   the lists of all engines, merged
 
-The engine is known for objects made through this gateway (``homes``); for other ids all engines are
+The engine is known for objects made through this gateway (``Homes``); for other ids all engines are
 asked. None of these requests is an attempt, so breakers do not count their failures.
 """
 
@@ -17,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qs, quote
 
@@ -27,7 +29,6 @@ from msgspec.structs import replace
 from paceline.errors import InvalidRequestError
 from paceline.gateway.proxy.admin import GatewayState, as_json
 from paceline.gateway.proxy.context import Watch
-from paceline.gateway.proxy.passthrough.homes import Homes
 from paceline.gateway.proxy.passthrough.passing import Passed, pass_on
 from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.incoming import IncomingRequest
@@ -39,7 +40,49 @@ from paceline.http.fields import show
 from paceline.http.sse import unless_disconnected
 from paceline.http.upstream import ConnectError, Headers
 
-__all__ = ["RESPONSES", "StoredObjects", "headers_for"]
+__all__ = ["RESPONSES", "Home", "Homes", "StoredObjects", "headers_for"]
+
+_MOST: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Engine that stores an object."""
+
+    engine: str
+    # name of the key that made it; None: unknown, as the object was found by asking
+    tenant: str | None
+
+
+class Homes:
+    """Bounded map from the latest ids to their engines. It is only a shortcut: all engines are
+    asked about an unknown id, such as after a restart of the gateway or behind another one."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._homes: OrderedDict[str, Home] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def note(self, kept_id: str, engine: str, tenant: str | None) -> None:
+        """Record where an object is stored."""
+        self._homes[kept_id] = Home(engine, tenant)
+        self._homes.move_to_end(kept_id)
+        if len(self._homes) > self._most:
+            self._homes.popitem(last=False)
+
+    def find(self, kept_id: str) -> Home | None:
+        """Return where an object is stored; None: unknown."""
+        home = self._homes.get(kept_id)
+        if home is not None:
+            self._homes.move_to_end(kept_id)
+        return home
+
+    def forget(self, kept_id: str) -> None:
+        """Forget an object that was deleted."""
+        self._homes.pop(kept_id, None)
+
 
 RESPONSES: Final = "/v1/responses"
 _ID: Final = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"

@@ -22,9 +22,8 @@ from paceline.engine.types import (
 )
 from paceline.http.sse import DONE, TextEvents, TokenEvents, event
 from paceline.server.apis.openai.logprobs import TokenWriter
-from paceline.server.generation.load_wait import LOAD_WAIT
 from paceline.server.generation.prompts import sampling_for, truncated
-from paceline.server.generation.service import Service
+from paceline.server.generation.service import LOAD_WAIT, Service
 from paceline.server.protocol.requests import GenerationOptions
 from paceline.server.protocol.responses import (
     UNSET,

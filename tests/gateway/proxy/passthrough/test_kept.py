@@ -15,7 +15,7 @@ import uvicorn
 
 from paceline.gateway import EngineConfig, GatewayConfig
 from paceline.gateway.lifecycle import GatewayServer
-from paceline.gateway.proxy.passthrough.homes import Homes
+from paceline.gateway.proxy.passthrough.kept import Homes
 from paceline.gateway.settings.config import KeyConfig
 from paceline.http.keys import ApiKey
 from paceline.http.listening import bind
