@@ -35,12 +35,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
-from benchmarks.common.client import exchange
+from benchmarks.common.client import Timing, complete, exchange
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.server import PacelineServer, ReadyServer
 from benchmarks.fleet.blocks import model_flags, prompt
@@ -64,52 +64,25 @@ _TTFT: Final = 5.0
 _HAND_OVERS: Final = 9
 _SPLIT_ABOVE: Final = 256
 _KEY: Final = "benchmark-key-012345"
+# seconds in which a request must be answered
+_PATIENCE: Final = 600.0
 
 
-@dataclass
-class Outcome:
-    """One request as its client saw it."""
-
-    ttft: float = float("inf")
-    tpot: float = float("inf")
-    # from the first token to the next
-    gap: float = float("inf")
-    error: str = ""
-
-    def met(self, ttft: float, tpot: float) -> bool:
-        return self.ttft <= ttft and self.tpot <= tpot
+def _met(found: Timing, ttft: float, tpot: float) -> bool:
+    return not found.error and found.ttft <= ttft and (found.tpot or 0.0) <= tpot
 
 
 async def _one(
     port: int, tokens: list[int], ttft: float, tpot: float, count: int = OUTPUT
-) -> Outcome:
-    body = {
-        "model": "m", "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True,
-        "stream": True, "slo": {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * tpot},
-    }  # fmt: skip
-    sent = time.monotonic()
-    times: list[float] = []
-    try:
-        async with exchange(port, "/v1/completions", body) as answer:
-            if answer.status != 200:
-                return Outcome(error=f"status {answer.status}: {(await answer.body())[:200]!r}")
-            async for line in answer.lines():
-                if line.startswith(b'data: {"error') or b'"error":{' in line:
-                    return Outcome(error=line[:200].decode("utf-8", "replace"))
-                if line.startswith(b"data: {") and b'"text":' in line:
-                    times.append(time.monotonic())
-    except OSError as error:
-        return Outcome(error=str(error))
-    if len(times) < 2:
-        return Outcome(error="no tokens came")
-    gap = times[1] - times[0]
-    return Outcome(times[0] - sent, (times[-1] - times[0]) / (count - 1), gap)
+) -> Timing:
+    slo = {"ttft_ms": 1e3 * ttft, "tpot_ms": 1e3 * tpot}
+    return await complete(port, "m", tokens, count, timeout=_PATIENCE, fields={"slo": slo})
 
 
-async def _load(port: int, rate: float, ttft: float, tpot: float, seed: int) -> list[Outcome]:
+async def _load(port: int, rate: float, ttft: float, tpot: float, seed: int) -> list[Timing]:
     """Send ``REQUESTS`` at random."""
     draw = random.Random(seed)
-    tasks: list[asyncio.Task[Outcome]] = []
+    tasks: list[asyncio.Task[Timing]] = []
     began, due = time.monotonic(), 0.0
     for _ in range(REQUESTS):
         due += draw.expovariate(rate)
@@ -118,25 +91,30 @@ async def _load(port: int, rate: float, ttft: float, tpot: float, seed: int) -> 
     return await asyncio.gather(*tasks)
 
 
-def _told(found: list[Outcome], ttft: float, tpot: float) -> dict[str, Any]:
+def _told(found: list[Timing], ttft: float, tpot: float) -> dict[str, Any]:
     errors = [each.error for each in found if each.error]
     good = [each for each in found if not each.error]
+    seconds = {
+        "ttft": [each.ttft for each in good], "tpot": [each.tpot or 0.0 for each in good],
+        # from the first token to the next
+        "gap": [each.gaps[0] for each in good],
+    }  # fmt: skip
     return {
-        "requests": len(found), "met": sum(each.met(ttft, tpot) for each in found),
-        **{f"{name}_p50": round(median(getattr(each, name) for each in good), 4) if good else None
-           for name in ("ttft", "tpot", "gap")},
-        **{f"late_{name}": sum(getattr(each, name) > limit for each in good)
+        "requests": len(found), "met": sum(_met(each, ttft, tpot) for each in found),
+        **{f"{name}_p50": round(median(each), 4) if each else None
+           for name, each in seconds.items()},
+        **{f"late_{name}": sum(each > limit for each in seconds[name])
            for name, limit in (("ttft", ttft), ("tpot", tpot))},
         "errors": len(errors), **({"error": errors[0]} if errors else {}),
     }  # fmt: skip
 
 
 def _paired(
-    both: tuple[list[Outcome], list[Outcome]], limits: tuple[float, float]
+    both: tuple[list[Timing], list[Timing]], limits: tuple[float, float]
 ) -> tuple[float, float]:
     """Return the interval of 95 % of the difference of shares, the second minus the first."""
     pairs = zip(*both, strict=True)
-    each = [float(b.met(*limits)) - float(a.met(*limits)) for a, b in pairs]
+    each = [float(_met(b, *limits)) - float(_met(a, *limits)) for a, b in pairs]
     half = 1.96 * stdev(each) / len(each) ** 0.5
     return fmean(each) - half, fmean(each) + half
 
@@ -188,8 +166,8 @@ async def _hand_over_gap(port: int) -> float:
         if found.error:
             raise Unavailable(f"a hand-over failed: {found.error}")
         # a step of the answer is there without one too
-        rest = (found.tpot * (OUTPUT - 1) - found.gap) / (OUTPUT - 2)
-        added.append(found.gap - rest)
+        gap, *others = found.gaps
+        added.append(gap - sum(others) / (OUTPUT - 2))
     return max(0.0, median(added))
 
 
@@ -307,7 +285,7 @@ def apart() -> dict[str, Any]:
             )  # fmt: skip
             print(f"  pd: {results['measured']}", file=sys.stderr, flush=True)
         simulated = _simulated(source, latency)
-        live: dict[str, dict[str, list[Outcome]]] = {each: {} for each in TARGETS}
+        live: dict[str, dict[str, list[Timing]]] = {each: {} for each in TARGETS}
         for way, roles in (("together", ("both", "both")), ("apart", ("prompts", "outputs"))):
             with _gateway(folder, *roles) as port:
                 # the gateway and the replicas learn what steps and prompts take
@@ -323,10 +301,10 @@ def apart() -> dict[str, Any]:
     return results
 
 
-def _compared(simulated: dict[str, Any], live: dict[str, list[Outcome]]) -> dict[str, Any]:
+def _compared(simulated: dict[str, Any], live: dict[str, list[Timing]]) -> dict[str, Any]:
     limits: tuple[float, float] = simulated["ttft"], simulated["tpot"]
     both = live["together"], live["apart"]
-    together, split = (sum(each.met(*limits) for each in way) for way in both)
+    together, split = (sum(_met(each, *limits) for each in way) for way in both)
     low, high = _paired(both, limits)
     ratios = {
         "simulated": round(fmean(simulated["ratios"]), 2),

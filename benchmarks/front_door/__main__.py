@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,12 +32,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.common.processes import Unavailable
-from benchmarks.front_door.install import measure_install
-from benchmarks.front_door.loops import measure_loops
+from benchmarks.common.processes import REPOSITORY, Unavailable
+from benchmarks.front_door.loops import measure_loops, measure_tasks
 from benchmarks.front_door.page import measure_page
 from benchmarks.front_door.starts import start_all
-from benchmarks.front_door.tasks import measure_tasks
 from paceline.bench.machine import machine
 
 
@@ -63,11 +62,28 @@ def _asked(name: str, measure: Callable[..., dict[str, Any]], folder: Path) -> d
     return {name: found}
 
 
+def _install(_folder: Path) -> dict[str, Any]:
+    """Install ``dist/*.whl`` into an empty environment and ask it, as ``make test-wheel`` does.
+    Raises Unavailable without a wheel."""
+    wheels = sorted((REPOSITORY / "dist").glob("paceline-*.whl"))
+    if not wheels:
+        raise Unavailable("there is no wheel in dist: make wheel")
+    argv = [sys.executable, "-m", "tests.wheel", str(wheels[-1])]
+    argv += ["--constraint", str(REPOSITORY / "constraints.txt")]
+    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"the wheel does not answer: {done.stderr.strip()[-300:]}")
+    *lines, last = done.stdout.splitlines()
+    print("\n".join(lines))
+    results = json.loads(last)["results"]
+    return {name: results[name] for name in ("install_to_answer_s", "installed_mb")}
+
+
 PARTS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
     "commands": _commands,
     "loops": partial(_asked, "loops", measure_loops),
     "tasks": partial(_asked, "tasks", measure_tasks),
-    "install": measure_install,
+    "install": _install,
     "page": measure_page,
 }
 

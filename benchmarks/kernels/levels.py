@@ -39,13 +39,11 @@ from numpy.typing import NDArray
 
 from benchmarks.common.processes import REPOSITORY
 from benchmarks.kernels.accuracy import usual_levels
-from benchmarks.kernels.model import BLOCK, CONFIG, CONTEXT
+from benchmarks.kernels.model import BLOCK, CONFIG, CONTEXT, make_model
 from paceline.backends.loading.levels import PATH, fastest, parse
 from paceline.backends.machine.cpu import choose_threads
-from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason, variants
+from paceline.backends.native import unavailable_reason, variants
 from paceline.bench.machine import machine
-from paceline.checkpoints.model.checkpoint import expected_shapes
-from paceline.checkpoints.model.config import ModelConfig
 
 __all__ = ["FORMATS", "STEPS", "renewed", "verdicts"]
 
@@ -77,29 +75,11 @@ PART: Final = replace(CONFIG, num_hidden_layers=6, vocab_size=9856)
 class Steps:
     """A model in one pair of formats, and the inputs of its steps."""
 
-    def __init__(
-        self,
-        level: str,
-        name: str,
-        config: ModelConfig,
-        tensors: dict[str, NDArray[np.float32]],
-        threads: int,
-    ) -> None:
+    def __init__(self, level: str, name: str, threads: int) -> None:
         weights, kv = name.split("/")
+        config = PART if level == PLAIN else CONFIG
         self._vocab = config.vocab_size
-        angles = np.arange(1024)[:, None] * CONFIG.rope.theta ** (-np.arange(32) / 32)
-        self._model = NativeModel(
-            config,
-            tensors.items(),
-            (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
-            NativeSettings(
-                dtype=weights,
-                kv_dtype=kv,
-                num_blocks=MOST * CONTEXT // BLOCK,
-                threads=threads,
-                isa=level,
-            ),
-        )
+        self._model = make_model(weights, kv, threads, config=config, isa=level)
         # keys and values as in real use, for one sequence; the others get copies of them
         self._run(1, CONTEXT, CONTEXT)
         each = CONTEXT // BLOCK
@@ -137,13 +117,7 @@ class Steps:
 
 def measure(level: str, threads: int, turns: int) -> dict[str, dict[str, Any]]:
     """Return, by pair of formats, the least milliseconds of each step, and the drift."""
-    random = np.random.default_rng(0)
-    config = PART if level == PLAIN else CONFIG
-    tensors = {
-        name: random.standard_normal(shape, dtype=np.float32) * np.float32(shape[-1] ** -0.5)
-        for name, shape in expected_shapes(config).items()
-    }
-    models = {name: Steps(level, name, config, tensors, threads) for name in FORMATS}
+    models = {name: Steps(level, name, threads) for name in FORMATS}
     seen: dict[str, dict[str, list[float]]] = {name: {} for name in FORMATS}
     began = time.perf_counter()
     try:
