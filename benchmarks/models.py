@@ -45,6 +45,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.common.parts import chosen
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
 from benchmarks.memory import write_quantised_model
@@ -347,14 +348,13 @@ def one(callers: Callers, folder: Path) -> dict[str, float]:
 
 
 ALL: Final = {each.__name__: each for each in (swaps, alternating, loads, resident, one, promises)}
-PARTS: Final = tuple(os.environ.get("PARTS", ",".join(ALL)).split(","))
 
 
 def main() -> None:
     callers = Callers()
     results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
-        for part in PARTS:
+        for part in chosen(ALL):
             results |= ALL[part](callers, Path(name))
     results |= {"evicted_in_use": callers.cut_short, "errors_5xx": callers.errors_5xx}
     print(f"models: {' and '.join(MODELS)}; {COUNT} requests of {TOKENS} tokens for each")

@@ -34,11 +34,10 @@ import os
 from typing import Any, Final
 
 from benchmarks.adapters import live, steps
+from benchmarks.common.parts import chosen
 from paceline.bench.machine import machine
 
-PARTS: Final = os.environ.get("PARTS", "steps" if steps.QUICK else "steps,big,flood,vllm").split(
-    ","
-)
+PARTS: Final = chosen(("steps", "big", "flood", "vllm"), ("steps",) if steps.QUICK else None)
 
 
 def main() -> int:

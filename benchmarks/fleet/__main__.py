@@ -35,6 +35,7 @@ from typing import Any, Final
 
 import httpx
 
+from benchmarks.common.parts import chosen
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.fleet import blocks
@@ -144,10 +145,7 @@ def _faults() -> Any:
 def main() -> int:
     """Measure the chosen parts and print the result; return 1 after an unexpected error."""
     quick = bool(os.environ.get("QUICK"))
-    parts = tuple(filter(None, os.environ.get("PARTS", "").split(","))) or PARTS
-    if unknown := [part for part in parts if part not in PARTS]:
-        print(f"PARTS may have {', '.join(PARTS)}, got {unknown[0]!r}", file=sys.stderr)
-        return 2
+    parts = chosen(PARTS)
     num_moves = int(os.environ.get("MOVES", "64" if quick else "1000"))
     hours = float(os.environ.get("HOURS", "0.5" if quick else "24"))
     seeds = [int(seed) for seed in os.environ.get("SEEDS", "0" if quick else "1,2").split(",")]

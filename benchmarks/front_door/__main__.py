@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.common.parts import chosen
 from benchmarks.common.processes import REPOSITORY, Unavailable
 from benchmarks.front_door.loops import measure_loops, measure_tasks
 from benchmarks.front_door.page import measure_page
@@ -90,12 +91,8 @@ PARTS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
 
 def main() -> int:
     """Run the parts that PARTS names; all by default."""
-    names = os.environ.get("PARTS", ",".join(PARTS)).split(",")
-    if unknown := sorted(set(names) - set(PARTS)):
-        print(f"PARTS: {', '.join(unknown)} is none of {', '.join(PARTS)}", file=sys.stderr)
-        return 2
     results: dict[str, Any] = {}
-    for name in names:
+    for name in chosen(PARTS):
         with tempfile.TemporaryDirectory(prefix="paceline-door-") as folder:
             try:
                 results |= PARTS[name](Path(folder))

@@ -54,6 +54,7 @@ from typing import Any
 from benchmarks.common.client import Timing
 from benchmarks.common.load import TRACE, name_lengths
 from benchmarks.common.ours import Ours, our_places
+from benchmarks.common.parts import chosen
 from benchmarks.common.processes import Unavailable, free_port
 from benchmarks.common.server import Server
 from benchmarks.common.setup import Peer, Places
@@ -84,7 +85,7 @@ LONG = int(os.environ.get("LONG") or 0)
 BUDGETS = (256, 1024) if QUICK else (256, 512, 1024, 2048)
 # coefficient of variation of the gaps between arrivals
 CV = {"poisson": 1.0, "bursty": 4.0}
-KINDS = tuple(os.environ.get("KINDS", "poisson,bursty").split(","))
+KINDS = chosen(CV, variable="KINDS")
 # engines whose requests name their class
 NAMED = ("paceline", "deadline-best-fixed")
 SPANS = (
@@ -173,8 +174,6 @@ def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dic
 
 
 def main() -> int:
-    if unknown := set(KINDS) - set(CV):
-        raise SystemExit(f"KINDS: no {', '.join(sorted(unknown))}; there are {', '.join(CV)}")
     places, vocab = our_places()
     servers: dict[str, Server] = {}
     absent: dict[str, str] = {}

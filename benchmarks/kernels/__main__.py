@@ -46,6 +46,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.parts import chosen
 from benchmarks.kernels import turns
 from benchmarks.kernels.model import CONFIG, CONTEXT, WEIGHT_BYTES, Ceilings, Step, make_model
 from benchmarks.kernels.turns import COPIES_MB
@@ -65,7 +66,6 @@ QUICK = bool(os.environ.get("QUICK"))
 ISAS = [name for name in (os.environ.get("ISA") or "").split(",") if name]
 ISA = ISAS[0] if ISAS else None
 ALL_PARTS = ("products", "steps", "sampling")
-PARTS = (os.environ.get("PARTS") or ",".join(ALL_PARTS)).split(",")
 BATCHES = (1, 8, 32, 64)
 PROMPT = 1024
 # weights and KV cache
@@ -247,9 +247,7 @@ def main() -> int:
         return 2
     if len(ISAS) > 1:
         return turns.main(ISAS)
-    if not set(PARTS) <= set(ALL_PARTS):
-        print(f"PARTS={','.join(PARTS)}: there are {', '.join(ALL_PARTS)}", file=sys.stderr)
-        return 2
+    parts = chosen(ALL_PARTS)
     threads = choose_threads(None)
     isa = ISA or variants()[0]
     print(f"{threads} threads, kernels {isa} (usable: {', '.join(variants())})")
@@ -257,15 +255,15 @@ def main() -> int:
         "bench": "kernels",
         "machine": machine() | {"threads": threads, "isa": isa},
     }
-    if {"products", "steps"} & set(PARTS):
+    if {"products", "steps"} & set(parts):
         most = Ceilings.measure(threads, ISA)
         show_ceilings(most)
         report["ceilings"] = most.as_json()
-    if "products" in PARTS:
+    if "products" in parts:
         report["products"] = product_rates(threads, most)
-    if "steps" in PARTS:
+    if "steps" in parts:
         report["results"] = model_steps(threads, most)
-    if "sampling" in PARTS:
+    if "sampling" in parts:
         report["sampling"] = sampling_times(threads)
     print(json.dumps(report))
     return 0

@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.common.parts import chosen
 from benchmarks.kernels.model import CONTEXT, WEIGHT_BYTES, Step, make_model
 from paceline.backends.native.single_kernels import PackedMatrix, peak_rate, products_seconds
 from paceline.bench.machine import machine
@@ -138,14 +138,8 @@ def steps(levels: Sequence[str], formats: Sequence[str]) -> dict[str, Any]:
 
 def main(levels: Sequence[str]) -> int:
     """Compare the first level with the others."""
-    parts = (os.environ.get("PARTS") or ",".join(PARTS)).split(",")
+    parts = chosen(PARTS)
     formats = (os.environ.get("FORMATS") or ",".join(FORMATS)).split(",")
-    if not set(parts) <= set(PARTS):
-        print(
-            f"PARTS={','.join(parts)}: of several levels there are {', '.join(PARTS)}",
-            file=sys.stderr,
-        )
-        return 2
     about = machine()
     report: dict[str, Any] = {"bench": "kernel_turns", "machine": about, "levels": levels}
     print(f"{about['cpu']}, load {about['load']}: one thread's processor time, {ROUNDS} rounds")

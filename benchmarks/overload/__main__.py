@@ -39,23 +39,18 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
+from benchmarks.common.parts import chosen
 from benchmarks.overload import changes, live, mixes, rates, returns
 from paceline.bench.machine import machine
 
 QUICK = bool(os.environ.get("QUICK"))
 
 
-def _chosen(name: str, default: str, known: tuple[str, ...] = ()) -> list[str]:
-    found = [part for part in (os.environ.get(name) or default).split(",") if part]
-    if known and (unknown := set(found) - set(known)):
-        raise SystemExit(f"{name}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return found
-
-
-_ALL: Final = ("rates", "changes", "mixes", "returns", "live")
-PARTS = _chosen("PARTS", ",".join(_ALL), _ALL)
-POLICIES = _chosen("POLICIES", "deadline,priority,fair,fcfs,fcfs-bounded,sjf,phase-aligned")
-LOADS = [float(each) for each in _chosen("LOADS", "1.2,2" if QUICK else "0.9,1.1,1.2,1.5,2,3")]
+PARTS = chosen(("rates", "changes", "mixes", "returns", "live"))
+_POLICIES: Final = "deadline,priority,fair,fcfs,fcfs-bounded,sjf,phase-aligned"
+POLICIES = (os.environ.get("POLICIES") or _POLICIES).split(",")
+_LOADS: Final = "1.2,2" if QUICK else "0.9,1.1,1.2,1.5,2,3"
+LOADS = [float(each) for each in (os.environ.get("LOADS") or _LOADS).split(",")]
 SEEDS = range(1, 1 + int(os.environ.get("SEEDS") or ("1" if QUICK else "5")))
 MINUTES = int(os.environ.get("MINUTES") or ("4" if QUICK else "10"))
 LIVE_MINUTES = min(MINUTES, 1 if QUICK else 5)

@@ -22,6 +22,7 @@ import sys
 from typing import Any, Final
 
 from benchmarks.common.ours import our_places
+from benchmarks.common.parts import chosen
 from benchmarks.common.unmeasured import Unmeasured
 from paceline.bench.machine import machine
 
@@ -29,10 +30,7 @@ PARTS: Final = ("gaps", "background", "neighbours")
 
 
 def main() -> int:
-    parts = tuple((os.environ.get("PARTS") or ",".join(PARTS)).split(","))
-    if unknown := set(parts) - set(PARTS):
-        print(f"PARTS may have {', '.join(PARTS)}, got {sorted(unknown)[0]!r}", file=sys.stderr)
-        return 2
+    parts = chosen(PARTS)
     places, vocab_size = our_places()
     unmeasured = Unmeasured()
     report: dict[str, Any] = {"bench": "promises", "machine": machine(places.cpus)}

@@ -45,6 +45,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.parts import chosen
 from benchmarks.common.processes import REPOSITORY
 from benchmarks.common.statistics import percentile
 from benchmarks.common.unmeasured import Unmeasured
@@ -333,7 +334,7 @@ def main() -> int:
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     models = ModelShape.read(arguments.model_shape) if arguments.model_shape else ()
-    parts = chosen_parts(os.environ.get("PARTS", ""))
+    parts = chosen(PARTS)
     results: dict[str, Any] = {}
     unmeasured = Unmeasured()
     if "decisions" in parts:
@@ -365,15 +366,6 @@ def main() -> int:
     told = {"bench": "sim", "machine": machine(), "results": results}
     print(json.dumps(told | {"unmeasured": unmeasured.reasons}))
     return unmeasured.exit_code
-
-
-def chosen_parts(text: str) -> tuple[str, ...]:
-    """Return the parts to run, by default all. Raises SystemExit for an unknown one."""
-    named = tuple(part for part in text.split(",") if part)
-    unknown = [part for part in named if part not in PARTS]
-    if unknown:
-        raise SystemExit(f"PARTS={text}: no part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    return named or PARTS
 
 
 if __name__ == "__main__":

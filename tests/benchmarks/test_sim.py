@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sim.__main__ import chosen_parts
 from benchmarks.sim.vllm import METRICS, vllm
 from tests.sim.step_times.profiles import MODEL, write_profile
 from tests.sim.vllm_runs.folders import write_run
@@ -31,10 +30,3 @@ def test_runs_that_cannot_be_predicted_are_reported_and_left_out(
     printed = capsys.readouterr().out
     assert "unheard-of: left out: no shape is known" in printed
     assert "operators alone" in printed
-
-
-def test_parts_are_checked_before_anything_runs() -> None:
-    assert chosen_parts("vllm,speed") == ("vllm", "speed")
-    assert len(chosen_parts("")) == 4
-    with pytest.raises(SystemExit, match="no part 'vlm'"):
-        chosen_parts("vlm")
