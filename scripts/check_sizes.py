@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (8_494, ("core/**/*",), 7_800),
+    "core": (8_502, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
         3_103,
@@ -26,24 +26,24 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
          "-core/step/amend", "-core/step/speculation", "-core/queues/fair_queue"),
         2_900,
     ),
-    "speculation": (1_126, ("speculation/**/*",), 1_000),
+    "speculation": (1_144, ("speculation/**/*",), 1_000),
     "checkpoints": (8_223, ("checkpoints/**/*",), 6_900),
-    "backends": (10_749, ("backends/**/*",), 9_600),
+    "backends": (10_727, ("backends/**/*",), 9_600),
     "timeline": (1_851, ("timeline/**/*",), 1_700),
-    "engine": (12_553, ("engine/**/*",), 7_000),
-    "http": (3_643, ("http/**/*",), 3_000),
-    "routing": (2_461, ("routing/**/*",), 1_200),
-    "server, web": (22_568, ("server/**/*", "web/**/*"), 18_900),
-    "gateway": (15_128, ("gateway/**/*",), 8_300),
+    "engine": (12_639, ("engine/**/*",), 7_000),
+    "http": (3_636, ("http/**/*",), 3_000),
+    "routing": (2_514, ("routing/**/*",), 1_200),
+    "server, web": (22_626, ("server/**/*", "web/**/*"), 18_900),
+    "gateway": (15_165, ("gateway/**/*",), 8_300),
     "vllm": (2_254, ("vllm/**/*",), 1_700),
     "quantize": (2_430, ("quantize/**/*",), 1_100),
-    "fleet": (1_900, ("fleet/**/*",), 2_000),
-    "client": (1_837, ("client/**/*",), 1_800),
+    "fleet": (1_896, ("fleet/**/*",), 2_000),
+    "client": (1_816, ("client/**/*",), 1_800),
     "bench": (2_182, ("bench/**/*",), 1_200),
     "sim": (7_722, ("sim/**/*",), 6_700),
-    "cli": (11_371, ("cli/**/*",), 7_400),
-    "benchmarks": (23_387, ("../benchmarks/**/*",), 13_500),
-    "tests": (110_305, ("../tests/**/*",), 83_000),
+    "cli": (11_422, ("cli/**/*",), 7_400),
+    "benchmarks": (23_431, ("../benchmarks/**/*",), 13_500),
+    "tests": (111_442, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 

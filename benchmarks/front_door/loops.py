@@ -19,7 +19,7 @@ from benchmarks.common.questions import HELD, LOOP_TOKENS, OPEN, QUESTIONS, loop
 from benchmarks.common.server import PacelineServer
 from paceline.bench.calibrate.checkers import quality
 
-__all__ = ["MODEL", "ask", "measure_loops"]
+__all__ = ["MODEL", "measure_loops", "measure_tasks"]
 
 MODEL: Final = "smollm2-135m"
 SEEDS: Final = (1, 2, 3)

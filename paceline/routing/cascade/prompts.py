@@ -61,8 +61,8 @@ def ngrams_of(text: str) -> NDArray[np.float32]:
         return np.zeros(NUM_BUCKETS, np.float32)
     signs = _SIGNS.take(hashes >> _SIGN)
     counts = np.bincount((hashes >> _BUCKET) & _BUCKETS, signs, NUM_BUCKETS)
-    counts /= math.sqrt(float(counts @ counts)) or 1.0
-    return counts.astype(np.float32)
+    norm = math.sqrt(float(counts @ counts)) or 1.0
+    return (counts / norm).astype(np.float32)
 
 
 def _grams_of(data: bytes) -> list[NDArray[np.uint32]]:
