@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 
 from tests.cli.servers import start_server
+from tests.server.live_process import eventually
 from tests.ui.conftest import OpenPage, expect
 
 
@@ -31,6 +34,11 @@ def test_models_are_shown_loaded_and_pinned(open_page: OpenPage) -> None:
         page.close()
 
 
+def steps(page: Any) -> int:
+    count: int = page.evaluate("pacelineTimeline.history.count")
+    return count
+
+
 def test_the_timeline_is_that_of_the_model_that_is_chosen(open_page: OpenPage) -> None:
     models = ("--model", "a=null", "--model", "b=null,null-step-time=0.001", "--memory", "1GiB")
 
@@ -40,18 +48,18 @@ def test_the_timeline_is_that_of_the_model_that_is_chosen(open_page: OpenPage) -
 
     with start_server(*models) as server:
         page = open_page(f"{server.address}/ui/timeline")
-        choice = page.get_by_label("Model", exact=True)
+        choice = page.get_by_label("Model of the steps")
         expect(choice).to_have_value("a")
         ask(server.address, "a", 5)
-        page.wait_for_function("pacelineTimeline.history.count === 5")
+        eventually(lambda: steps(page) == 5)
         choice.select_option("b")
         page.get_by_text("the model 'b' was not in memory yet").wait_for()
         ask(server.address, "b", 9)
-        page.wait_for_function("pacelineTimeline.history.count === 9", timeout=20_000)
+        eventually(lambda: steps(page) == 9)
         # and back, to what was there
         choice.select_option("a")
-        page.wait_for_function("pacelineTimeline.history.count === 5")
+        eventually(lambda: steps(page) == 5)
         page.goto(f"{server.address}/ui/timeline?model=b")
-        page.wait_for_function("pacelineTimeline.history.count === 9")
-        expect(page.get_by_label("Model", exact=True)).to_have_value("b")
+        eventually(lambda: steps(page) == 9)
+        expect(page.get_by_label("Model of the steps")).to_have_value("b")
         page.close()

@@ -276,7 +276,7 @@ async function lookForModels() {
 function Of() {
   if (names.value.length < 2) return null;
   return h("label", { class: "field" }, "Model ",
-    h("select", { id: "of", value: of.value || names.value[0], onChange: (/** @type {any} */ event) => {
+    h("select", { id: "of", "aria-label": "Model of the steps", value: of.value || names.value[0], onChange: (/** @type {any} */ event) => {
       selected.value = null;
       hover.value = { x: 0, y: 0, text: "" };
       view.end = 0;
