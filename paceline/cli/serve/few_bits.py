@@ -18,18 +18,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from paceline.backends.machine.cpu import has_torch
-from paceline.backends.native.packed import PackedCopies, fingerprint
-from paceline.checkpoints.gguf.shards import weight_files
-from paceline.checkpoints.hf.checkpoint import HFCheckpoint
-from paceline.checkpoints.hub.resolve import default_cache_dir
-from paceline.checkpoints.model.checkpoint import Checkpoint
-from paceline.checkpoints.open import OpenedEncoder, open_model
 from paceline.cli.flags.settings import EngineSettings
 from paceline.errors import ConfigError
 from paceline.quantize.version import VERSION
+
+if TYPE_CHECKING:
+    from paceline.backends.native.packed import PackedCopies
+    from paceline.checkpoints.model.checkpoint import Checkpoint
 
 __all__ = ["FewBits", "Making", "end_with_server", "few_bits"]
 
@@ -149,6 +146,11 @@ def few_bits(settings: EngineSettings, *, makes: bool = True) -> FewBits:
         or load.compute == "torch" or load.device not in ("auto", "cpu")
     ):  # fmt: skip
         return unchanged
+    # imported here: no other model needs them in this process, and they take a sixth of a start
+    from paceline.backends.native.packed import PackedCopies, fingerprint
+    from paceline.checkpoints.hub.resolve import default_cache_dir
+    from paceline.checkpoints.open import OpenedEncoder, open_model
+
     opened = open_model(Path(path), load.runner, load.convert)
     if (
         isinstance(opened, OpenedEncoder)
@@ -191,6 +193,10 @@ def few_bits(settings: EngineSettings, *, makes: bool = True) -> FewBits:
 
 def _why_not(checkpoint: Checkpoint, copies: PackedCopies) -> str:
     """Make room for four bits, and return why none can be made or kept; empty: they can."""
+    from paceline.backends.machine.cpu import has_torch
+    from paceline.checkpoints.gguf.shards import weight_files
+    from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+
     if not has_torch():
         return "four bits are made with PyTorch: pip install 'paceline[torch]'"
     if isinstance(checkpoint, HFCheckpoint):

@@ -102,7 +102,7 @@ def test_what_cannot_be_made_is_rounded_as_before(
     save_model(model.parent / "windows", "gemma2", num_hidden_layers=2)
     message = refused(served(model.parent / "windows"))
     assert "cannot be written as GGUF" in message
-    monkeypatch.setattr(module, "has_torch", lambda: False)
+    monkeypatch.setattr("paceline.backends.machine.cpu.has_torch", lambda: False)
     assert "four bits are made with PyTorch" in refused(served(model))
 
 

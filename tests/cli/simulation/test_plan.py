@@ -150,11 +150,11 @@ def test_split_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 APART = ("split", "--step-times", "fixed:0.01,0.001", "--prompt", "64", "--output", "5")
 APART = (*APART, "--ttft", "500ms", "--replicas", "2", "--requests", "50", "--tpot")
-TIGHT = (*APART, "15ms", "--output", "10")
+TIGHT = (*APART, "15ms", "--output", "10", "--requests", "30")
 
 
 def test_split_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    loose = plan(capsys, *APART, "59.5ms")["simulated"]
+    loose = plan(capsys, *APART, "59.5ms", "--seeds", "1")["simulated"]
     assert set(loose["rates"]) == {"2 together", "1 : 1"} and loose["best"] == "1 : 1"
     # 50 tokens take 60 ms
     assert loose["split_above"] == 50 and not loose["pays"]
@@ -210,7 +210,8 @@ def test_prompts_of_a_recorded_server_leave_between_steps(
 
 def test_a_rate_far_below_that_without_queues_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     # a prompt takes 74 ms alone, so hardly any may wait
-    rates = plan(capsys, *APART, "59.5ms", "--ttft", "90ms")["simulated"]["rates"]
+    once = (*APART, "59.5ms", "--ttft", "90ms", "--seeds", "1")
+    rates = plan(capsys, *once)["simulated"]["rates"]
     assert all(0.5 < rate < 12.0 for rate in rates.values())
 
 
@@ -304,7 +305,7 @@ def _record(path: Path) -> None:
 def test_fleets_of_a_recorded_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     _record(path)
-    load = "synthetic:rate=300,prompt=fixed(16),output=fixed(4),n=200"
+    load = "synthetic:rate=300,prompt=fixed(16),output=fixed(4),n=100"
     flags = ("fleet", "--step-times", f"recorded:{path},noise=off", "--workload", load)
     found = plan(capsys, *flags, "--ttft", "50ms")["answers"][0]
     assert found["replicas"] > 1

@@ -95,11 +95,11 @@ def test_flags_change_the_outcome(capsys: pytest.CaptureFixture[str], flags: tup
 
 TIGHT = ("--num-blocks", "60", "--max-num-seqs", "8")
 LATE = (
-    "synthetic:rate=60,prompt=lognormal(200,1),output=lognormal(60,1),n=80,"
+    "synthetic:rate=60,prompt=lognormal(200,1),output=lognormal(60,1),n=40,"
     "classes=chat(1,ttft=1,tpot=30ms)"
 )
 MIXED = (
-    "synthetic:rate=30,prompt=lognormal(200,1),output=lognormal(60,1),n=80,"
+    "synthetic:rate=30,prompt=lognormal(200,1),output=lognormal(60,1),n=40,"
     "classes=chat(1,priority=1)+night(1)+batch(2)"
 )
 # drafts are made while no request waits
