@@ -238,9 +238,11 @@ def router_us(rows: Sequence[Measured]) -> float:
     for _ in range(5):
         seconds = []
         for row in rows:
+            # without what is known of the prompt
+            fresh = msgspec.structs.replace(row, prompt=msgspec.structs.replace(row.prompt))
             began = time.perf_counter()
-            row.fault("cascade", FIRST)
-            scorer.score(row.features("cascade", FIRST))
+            fresh.fault("cascade", FIRST)
+            scorer.score(fresh.features("cascade", FIRST))
             seconds.append(time.perf_counter() - began)
         medians.append(statistics.median(seconds))
     return round(1e6 * min(medians), 1)

@@ -1,14 +1,17 @@
-"""First tokens through a gateway in mode ``prefix``, next to the small model's own.
+"""First tokens in mode ``prefix``, next to those of the small model without it.
 
 The small model's server is the real one. A gateway before it holds the first tokens back and then
 sends them on (the threshold lets all prompts through), so what it adds to a first token is the time
 of the tokens that it holds. The large model is the engine that computes nothing.
 
-Each prompt is asked in turns: plainly, with the log-probabilities that the judge reads, and through
-the gateway. A token is as long as the first ones of the same answer are on average, as drafts make
-later ones shorter: ``added_tokens`` is what was added, in these, so that the machine's load cancels
-out. ``scripted_added_tokens`` is the same of a small model whose tokens come 20 ms apart: what it
-has beyond the tokens held, less one, is the gateway's own.
+Each prompt is asked in turns: of the small model by its own name through the same gateway, of its
+server with the log-probabilities that the judge reads, and in mode ``prefix``. A token is as long
+as the first ones of the same answer are on average, as drafts make later ones shorter:
+``added_tokens`` is what was added, in these, so that the machine's load cancels out. The sums over
+a prompt's turns are compared, and not their least times: the least of a sum of two times is more
+than the sum of their least ones. ``scripted_added_tokens`` is the same of a small model whose
+tokens come 20 ms apart: what it has beyond the tokens held, less one, is the gateway's own. Both
+have the middle 95 % of what resampled prompts give.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from benchmarks.cascade.collect import SMALL, folder
 from benchmarks.cascade.judging import FIRST
@@ -33,12 +37,17 @@ from paceline.gateway.settings.calibration import Fitted, Side, digest_of
 __all__ = ["first_tokens"]
 
 _PROMPTS: Final = 20
-# each prompt is asked so often in each way, and the least time counts
+# each prompt is asked so often in each way
 _TIMES: Final = 3
 _SCRIPTED_GAP: Final = 0.02
+# resampled sets of prompts
+_DRAWS: Final = 1000
+# seconds of one prompt's turns: to the first token from the server, of the small model through the
+# gateway and in mode ``prefix``, and of the tokens that are held
+_Turns = list[tuple[float, float, float, float]]
 # as a gateway asks for them
 _WITH_LOGPROBS: Final = {"logprobs": True, "top_logprobs": 5}
-_MAX_TOKENS: Final = 48
+_MAX_TOKENS: Final = 32
 _CONFIG: Final = """
 spend_storage = ""
 [[engines]]
@@ -128,38 +137,60 @@ async def _in_turns(
     rows: Sequence[Measured], direct: int, scripted: int, gateway: int
 ) -> dict[str, Any]:
     """Ask each prompt in every way."""
-    found: list[tuple[float, float, float]] = []
-    own: list[float] = []
+    found: list[_Turns] = []
+    own: list[_Turns] = []
     for row in rows:
         # after this one all ways find the prompt computed
         await _first_token(direct, SMALL, row)
-        turns = []
-        for _ in range(_TIMES):
-            plain, *_ = await _first_token(direct, SMALL, row)
-            _, held, _ = await _first_token(direct, SMALL, row, **_WITH_LOGPROBS)
-            through, _, by = await _first_token(gateway, "chat", row)
-            if by == "small":
-                turns.append((plain, through, held))
-        if turns:
-            first, through, held = (min(each) for each in zip(*turns, strict=True))
-            found.append((first, through, held))
-        first, held, _ = await _first_token(scripted, "mock", row)
-        through, _, by = await _first_token(gateway, "slow", row)
-        if by == "small":
-            own.append((FIRST - 1) * (through - first) / held)
+        found.append(await _turns_of(row, (direct, SMALL), (gateway, "small", "chat"), _TIMES))
+        own.append(await _turns_of(row, (scripted, "mock"), (gateway, "scripted", "slow"), 1))
+    found, own = ([each for each in part if each] for part in (found, own))
 
-    def middle(values: Iterable[float], scale: float = 1e3) -> float:
-        return round(scale * statistics.median(values), 1)
+    def middle(values: Iterable[float]) -> float:
+        return round(1e3 * statistics.median(values), 1)
 
+    turns = [turn for each in found for turn in each]
     return {
         "prompts": len(found),
-        "direct_ms": middle(first for first, *_ in found),
-        "prefix_ms": middle(through for _, through, _ in found),
-        "added_ms": middle(through - first for first, through, _ in found),
-        "held_ms": middle(held for *_, held in found),
-        "added_tokens": middle(
-            ((FIRST - 1) * (through - first) / held for first, through, held in found), 1.0
-        ),
-        "scripted_added_tokens": middle(own, 1.0),
+        "direct_ms": middle(direct for direct, *_ in turns),
+        "plain_ms": middle(plain for _, plain, *_ in turns),
+        "prefix_ms": middle(prefix for *_, prefix, _ in turns),
+        "added_ms": middle(prefix - plain for _, plain, prefix, _ in turns),
+        "held_ms": middle(held for *_, held in turns),
+        "added_tokens": _in_tokens(found),
+        "scripted_added_tokens": _in_tokens(own),
         "held_tokens": FIRST,
     }
+
+
+async def _turns_of(
+    row: Measured, server: tuple[int, str], gateway: tuple[int, str, str], times: int
+) -> _Turns:
+    """Return the turns of one prompt that the small model answered.
+
+    Args:
+        server: port of the small model's server, and its name there.
+        gateway: port, and the names of the small model and of the cascade there.
+    """
+    port, plain_name, name = gateway
+    found = []
+    for _ in range(times):
+        plain, *_ = await _first_token(port, plain_name, row)
+        direct, held, _ = await _first_token(*server, row, **_WITH_LOGPROBS)
+        prefix, _, by = await _first_token(port, name, row)
+        if by == "small":
+            found.append((direct, plain, prefix, held))
+    return found
+
+
+def _in_tokens(found: Sequence[_Turns]) -> list[float]:
+    """Return what was added in tokens: the median over the prompts, and its interval."""
+    each = [
+        (FIRST - 1) * sum(prefix - plain for _, plain, prefix, _ in turns)
+        / sum(held for *_, held in turns)
+        for turns in found
+    ]  # fmt: skip
+    draw = np.random.default_rng(0)
+    drawn = np.median(draw.choice(each, (_DRAWS, len(each))), axis=1)
+    told = (np.median(each), *np.quantile(drawn, (0.025, 0.975)))
+    return [round(float(value), 1) for value in told]

@@ -194,7 +194,7 @@ def features_of(prompt: Prompt, said: Said | None, mode: Mode, first: int) -> Fe
         if mode == "cascade":
             dense += form_of_answer(said.answer.text, prompt.text)
             dense += [v for v in (said.agreement, said.prompt_logprob) if v is not None]
-    return Features(prompt.ngrams(), np.array(dense, np.float32))
+    return Features(prompt.ngrams, np.array(dense, np.float32))
 
 
 def shown(whole: dict[str, Any], body: Body, note: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import msgspec
@@ -41,7 +42,7 @@ class _Tool(msgspec.Struct):
     name: str = ""
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class Prompt(msgspec.Struct, frozen=True, dict=True):
     """One request for text, of any API."""
 
     # text of the last message of the user
@@ -59,8 +60,9 @@ class Prompt(msgspec.Struct, frozen=True):
     # of the text, of length 1, where a model embeds prompts
     embedding: Sequence[float] = ()
 
+    @cached_property
     def ngrams(self) -> NDArray[np.float32]:
-        """Return the hashed n-grams of the text, and behind them its embedding."""
+        """Hashed n-grams of the text, and behind them its embedding."""
         found = ngrams_of(self.text)
         if not self.embedding:
             return found

@@ -361,6 +361,9 @@ class Run:
         )  # fmt: skip
         early = self._begin_early(prompt, wait)
         task = asyncio.ensure_future(self._gateway.relay(inner))
+        if judge.has_scores:
+            # behind the request, whose first tokens then wait for less
+            asyncio.get_running_loop().call_soon(lambda: prompt.ngrams)
         wants_large = False
         try:
             await asyncio.wait((task, gate.ready), return_when=asyncio.FIRST_COMPLETED)
