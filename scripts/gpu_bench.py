@@ -5,10 +5,11 @@
 Run by the interpreter of an environment that has vLLM for that GPU, from a checkout. Nothing is
 downloaded: the model has the shape of an 8B Llama and dummy weights. ``probe`` prints the device,
 vLLM's version and whether it has the names that are used. ``planning`` is the time of planning at
-64 and 256 running, for which the device does nothing. ``paced`` serves with vLLM's defaults, with
-the core's plan, and with 2,048 tokens a step, under the same arrivals: at 0.5, 1.2 and 1.5 times
-the measured capacity, and at 1.2 times in bursts; what each completes without targets comes first.
-The three servers run side by side, each with 0.29 of the memory, and compute one after another.
+64 and 256 running, for which the device does nothing. ``paced`` serves with vLLM's defaults but for
+the memory, with the core's plan, and with 2,048 tokens a step, under the same arrivals: at 0.5, 1.2
+and 1.5 times the measured capacity, and at 1.2 times in bursts; what each completes without targets
+comes first. The three servers run side by side, each with 0.29 of the memory, and compute one after
+another.
 Prompts have 64 to 768 tokens, 15 % of them 2,000 to 3,500.
 Targets: first token within 0.5 s (long prompts: 3 s), 25 ms a token after that.
 

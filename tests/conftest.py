@@ -63,9 +63,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     the rewriting of their assertions takes a process longer than all else until the first test."""
     for folder in session.config.args if SECOND else ():
         for path in sorted(Path(folder).glob("**/test_*.py"), reverse=True):
-            name = ".".join(path.resolve().relative_to(session.path).with_suffix("").parts)
             # collection reports it
             with contextlib.suppress(Exception, pytest.skip.Exception):
+                name = ".".join(path.resolve().relative_to(session.path).with_suffix("").parts)
                 importlib.import_module(name)
     return (yield)
 

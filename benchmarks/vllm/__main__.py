@@ -235,7 +235,7 @@ def main() -> int:
         if "live" in parts:
             work = Work(vocabulary=vocabulary)
             work = replace(work, **QUICKER) if quick else work
-            turns = int(os.environ.get("TURNS", "1" if quick else "2"))
+            turns = max(1, int(os.environ.get("TURNS", "1" if quick else "2")))
             windows = Windows(capacity=min(20.0, rate), rate=rate, sustained=sustained, turns=turns)
             with failed.part("live"), tempfile.TemporaryDirectory() as folder:
                 loads = tuple(map(Load, (1.5,) if quick else (1.2, 1.5)))

@@ -116,7 +116,7 @@ class OpenGate(WholeGate):
 
 
 class _HeldWriter(BodyWriter):
-    """Fast path of a caller's connection behind a ``PrefixGate``: that takes each part as it
+    """Fast path of a caller's connection behind a ``PrefixGate``, which takes each part when it
     comes."""
 
     __slots__ = ("_gate",)
@@ -126,7 +126,7 @@ class _HeldWriter(BodyWriter):
         self._gate = gate
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        if not self._gate.is_taking:
+        if status != 200 or not self._gate.is_taking:
             return False
         self._gate.status, self._gate.headers = status, list(headers)
         return self.offer(body)
@@ -140,6 +140,9 @@ class _HeldWriter(BodyWriter):
         if gate.is_open and (out := gate.let_out()):
             self.write(out)
         return True
+
+    def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        return False
 
     def finish(self, body: bytes) -> bool:
         # an end is decided about, or follows an open gate, on the slow path

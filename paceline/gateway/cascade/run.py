@@ -385,12 +385,15 @@ class Run:
             if decision.small:
                 told = decision.note("small", small.model)
                 header = b"x-paceline-cascade", cascade_header(told)
-                await gate.open({"cascade": told}, [header])
+                # at once, however long the caller takes to read
+                dropping = None if early is None else asyncio.create_task(early.drop())
+                early = None
+                try:
+                    await gate.open({"cascade": told}, [header])
+                finally:
+                    if dropping is not None:
+                        await dropping
                 self._gateway.metrics.cascaded(judge.model, "small")
-                if early is not None:
-                    # before the count, which waits until the caller has read the whole answer
-                    dropped, early = early, None
-                    await dropped.drop()
                 self._count(await task, kept=True)
                 return
             wants_large = True

@@ -196,10 +196,14 @@ class Response(Downstream):
         """Send an answer that is not a stream, in the API of the path."""
         path, status, headers, body = self._context.path, 200, attempt.headers, bytes(attempt.body)
         if attempt.status != 200:
-            told = 503 if attempt.status >= 500 and self._is_local else attempt.status
+            # an engine that lacks a field (501) is there
+            is_down = attempt.status >= 500 and attempt.status != 501 and self._is_local
+            told = 503 if is_down else attempt.status
             status = map_status(path, told)
             body = redacted_error(path, told, body, attempt.endpoint.upstream.key)
             headers = [header for header in headers if header[0] != b"content-type"]
+            if is_down and not any(name == b"retry-after" for name, _ in headers):
+                headers.append((b"retry-after", b"1"))
             headers.append((b"content-type", b"application/json"))
         elif self._notes or attempt.endpoint.model != self._context.model:
             body = _noted(body, self._context.model, self._notes)

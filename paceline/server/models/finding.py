@@ -114,7 +114,7 @@ class Models:
             loads = _SWITCH.get(request.query_params.get("autoload", ""), self._autoload)
             known = self.known(name)
             # a model in place of an adapter's would answer without it
-            may_fall_back = path in _FALLS_BACK and name not in self.adapters
+            may_fall_back = path in _FALLS_BACK and self._untagged(name) not in self.adapters
             answers = self._answering(known, loads=loads) if may_fall_back else known
             if answers != known:
                 known = body["model"] = answers
@@ -206,11 +206,16 @@ class Models:
     def known(self, name: object) -> str:
         """Return the name of a model, as it may be leased; the first for none, and for what is no
         text, which its own handler refuses. Raises UnknownModelError."""
-        if not isinstance(name, str) or not name:
-            return self.first
+        asked = self._untagged(name)
+        return self.pool.states.find(self.adapters.get(asked, asked)).name if asked else self.first
+
+    def _untagged(self, name: object) -> str:
+        """Return a name without Ollama's tag; empty for what is no text."""
+        if not isinstance(name, str):
+            return ""
         if name.endswith(_TAG) and name not in self.pool.states.models:
-            name = name.removesuffix(_TAG)
-        return self.pool.states.find(self.adapters.get(name, name)).name
+            return name.removesuffix(_TAG)
+        return name
 
     async def make_all(self) -> None:
         """Make the services of all models that were in memory, to be described."""

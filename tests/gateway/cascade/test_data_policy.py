@@ -38,7 +38,10 @@ FAULTS = {
     "unsure": said("fine", -5.0),
     "stream": told(["f", "i", "n", "e"], -5.0, -5.0, -5.0, -5.0),
     "refusal": said("I'm sorry, but I can't."),
-    **{str(status): refused(status) for status in (400, 401, 402, 403, 404, 500, 502, 503, 504)},
+    **{
+        str(status): refused(status)
+        for status in (400, 401, 402, 403, 404, 500, 501, 502, 503, 504)
+    },
     "429": refused(429, retry_after="1"),
     "page": Step(parts=(b"<html>",), stream=False),
     "no head": Step(raw=b""),
@@ -57,7 +60,7 @@ ANSWERS = ("good", "unsure", "refusal", "closes")
 # streams of a chat or a completion that begin
 BEGIN = ("stream", "cut", "stall", "slow", "behind")
 # an engine is there, and says this of the request or of its caller
-TOLD = ("400", "404", "429")
+TOLD = ("400", "404", "429", "501")
 # of the engine rather than of one answer; "dead": its port is closed
 ENGINES: dict[str, Any] = {"frozen": {"frozen": True}, "closes": {"closes": True}, "dead": {}}
 KEYS = tuple(ApiKey.of(name, "user", name * 8) for name in ("ann", "bob"))
@@ -193,7 +196,8 @@ async def _no_byte(
             assert response.status_code == 503 and "may not go to a cloud" in response.text
         else:
             assert response.status_code == status_of(fault, stream, path), response.text
-            assert response.status_code != 503 or response.json()["error"]
+            if response.status_code == 503:
+                assert response.json()["error"] and response.headers["retry-after"]
         if fault == "good" and model == "chat" and not stream and path == CHAT and not is_far:
             assert response.json()["choices"][0]["message"]["content"] == "fine"
             assert 'why="local_only"' in response.headers["x-paceline-cascade"]

@@ -43,6 +43,7 @@ async def _server(
     *,
     autoload: bool = True,
     max_waits: Mapping[str, float] = MappingProxyType({}),
+    adapters: Mapping[str, str] = MappingProxyType({}),
     **config: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, ModelPool]]:
     mib = 2**20
@@ -60,6 +61,7 @@ async def _server(
         first="small",
         autoload=autoload,
         max_waits=max_waits,
+        adapters=adapters,
     )
     app = create_app(FrontClient(pool, "small"), config_of("small"), models=several)
     async with connect(app) as http:
@@ -112,6 +114,9 @@ async def test_every_api_finds_its_model(path: str, body: dict[str, Any], at: st
         assert answer.json()[at] == {"model": "large", "max_model_len": 512}[at]
         unknown = await http.post(path, json=body | {"model": "unknown"})
         assert unknown.status_code == 404, unknown.text
+        for bad in ([], {}, 5):
+            answer = await http.post(path, json=body | {"model": bad})
+            assert answer.status_code in (200, 400), answer.text
 
 
 async def test_get_routes_take_the_model_from_the_query() -> None:
@@ -493,6 +498,16 @@ async def test_a_fallback_answers_while_a_model_is_loaded_and_says_so() -> None:
             answer = await http.post("/v1/chat/completions?autoload=false", json=body)
             assert answer.status_code == (200 if name == "large" else 400)
             assert pool.states.models["large"].state is State.UNLOADED
+
+
+@pytest.mark.parametrize("name", ["sql", "sql:latest"])
+async def test_an_adapter_has_no_fallback(name: str) -> None:
+    async with _server(adapters={"sql": "large"}) as (http, pool):
+        large = pool.states.models["large"]
+        large.spec = replace(large.spec, fallback="tiny")
+        body = chat_body(model=name, stream=False)
+        answer = await http.post("/api/chat?autoload=false", json=body)
+        assert answer.status_code == 400 and "'large' is known" in answer.json()["error"]
 
 
 async def test_a_batch_line_names_its_model() -> None:
