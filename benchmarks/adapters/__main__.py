@@ -23,8 +23,8 @@ are N sequences at context 192 that decode a token each with M adapters between 
 
 PARTS=steps,big,flood,vllm chooses. FORMATS=int8/int8,... chooses weights and KV cache of steps, ISA
 a level of the kernels, THREADS their number: of one thread the processor time is taken, which other
-work on the machine affects less. QUICK=1 takes fewer pairs and seconds, and of the parts only
-steps. The last line is JSON.
+work on the machine affects less. LORA_DTYPE is the format of adapters of steps. QUICK=1 takes fewer
+pairs and seconds, and of the parts only steps. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -168,11 +168,13 @@ def _adapter_store(
         raise ConfigError(
             f"--enable-lora: the backend {backend.info.name} has no adapters for this model"
         )
+    if settings.lora_dtype == "int8" and backend.info.name == "torch":
+        raise ConfigError("--lora-dtype int8 needs --compute native")
     if settings.lora_dtype == "int8" and backend.info.dtype in _FLOATS:
-        # measured: next to weights of 8 bits and fewer an adapter's own error is lost in theirs
+        # docs/lab-log/kernels.md: an adapter's own error is lost in that of weights of 8 bits
         raise ConfigError(
-            f"--lora-dtype int8 errs more than weights in {backend.info.dtype} do: it is for "
-            "--dtype int8, q4 and their like"
+            f"--lora-dtype int8 loses more precision than weights in {backend.info.dtype} do: "
+            "it is for --dtype int8, q4 and their like"
         )
     limits = AdapterLimits(
         max_bytes, settings.max_cpu_loras, settings.max_lora_rank, settings.lora_dtype

@@ -36,7 +36,7 @@ from paceline.core.memory import kv_cache
 from paceline.core.memory.kv_cache import root_hash
 from paceline.engine.fanout import request_of
 from paceline.engine.local import LocalEngineClient
-from paceline.engine.models.client import Start
+from paceline.engine.models.client import LoadableClient, Start
 from paceline.engine.models.front import FrontClient
 from paceline.engine.models.ledger import Account
 from paceline.engine.models.model import ModelSpec
@@ -47,8 +47,9 @@ from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import AdapterStatus, GenerationRequest
-from paceline.errors import ConfigError, EngineLostError
+from paceline.errors import ConfigError, EngineLostError, InvalidRequestError
 from paceline.server.app import SeveralModels, create_app, service_of
+from paceline.server.generation.adapters import AdapterNames
 from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
 from tests.backends.torch.models import save_model
 from tests.checkpoints.adapters import (
@@ -514,6 +515,60 @@ async def test_adapters_of_one_of_several_models_come_back_with_it(
     await pool.close()
 
 
+async def test_one_adapter_that_fails_leaves_the_others_to_the_next_try(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "adapters/b", tmp_path / "b")
+    away = (tmp_path / "b").rename(tmp_path / "away")
+    paths = {"a": folder / "adapters/a", "b": tmp_path / "b"}
+    config = AdapterConfig(modules=tuple(AdapterModule(n, str(p)) for n, p in paths.items()))
+    client = LoadableClient(make_client(folder, "base"))
+    try:
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="b"):
+                await AdapterNames(client, config, (), {}).load_given()
+        away.rename(tmp_path / "b")
+        await AdapterNames(client, config, (), {}).load_given()
+        assert {key: each.status for key, each in client.adapters.items()} == {
+            "a#0": "resident", "b#1": "resident",
+        }  # fmt: skip
+    finally:
+        await client.close()
+
+
+async def test_files_changed_since_a_load_are_refused_after_a_swap(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Also those of an adapter that was registered while its model was not in memory."""
+    for name in "ab":
+        shutil.copytree(folder / "adapters/a", tmp_path / name)
+    client = LoadableClient(make_client(folder, "base"))
+
+    async def settled(engine: LocalEngineClient) -> AdapterStatus:
+        client.adopt(engine)
+        # messages reach the loop of who loads
+        await engine.load_adapter("c", str(folder / "adapters/c"))
+        while client.adapters["b"].status not in ("resident", "failed"):
+            await asyncio.sleep(0.01)
+        return client.adapters["b"]
+
+    try:
+        await client.unload()
+        await client.load_adapter("a", str(tmp_path / "a"))
+        await client.load_adapter("b", str(tmp_path / "b"), pinned=True)
+        assert (await settled(make_client(folder, "base"))).status == "resident"
+        await client.unload()
+        shutil.rmtree(tmp_path / "b")
+        shutil.copytree(folder / "adapters/b", tmp_path / "b")
+        found = await settled(make_client(folder, "base"))
+        assert found.status == "failed"
+        assert "has changed since" in found.error
+        # without waiting for a request, and before those without a pin
+        assert next(iter(client.adapters)) == "b"
+    finally:
+        await client.close()
+
+
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.thorough)])
 async def test_callers_come_and_go_over_few_places_and_none_hangs(
     folder: Path, exact: dict[str, list[int]], tmp_path: Path, seconds: float
@@ -590,8 +645,12 @@ async def test_unknown_names_are_looked_for_in_one_folder(
 
 async def test_adapters_in_bytes_are_served_next_to_weights_of_as_few_bits(folder: Path) -> None:
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(ConfigError, match=f"int8 errs more than weights in {dtype} do"):
+        with pytest.raises(
+            ConfigError, match=f"int8 loses more precision than weights in {dtype} do"
+        ):
             make_client(folder, "base", dtype=dtype, lora_dtype="int8")
+    with pytest.raises(ConfigError, match="int8 needs --compute native"):
+        make_client(folder, "base", compute="torch", kv_dtype="auto", lora_dtype="int8")
     sizes = {}
     for lora_dtype in ("bfloat16", "int8"):
         async with serving(folder, dtype="int8", lora_dtype=lora_dtype) as (http, client, _):

@@ -28,7 +28,6 @@ from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.model.adapter import AdapterValues
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.core.outputs import BlockSwap
-from paceline.errors import ConfigError
 
 __all__ = ["TorchLoader"]
 
@@ -136,8 +135,6 @@ class TorchLoader:
         def make_adapter(
             values: AdapterValues, *, dtype: str, pause: Callable[[], None]
         ) -> TorchAdapter:
-            if dtype == "int8":
-                raise ConfigError("--lora-dtype int8 needs native compute")
             own = torch.float32 if dtype == "float32" else torch.bfloat16
             return TorchAdapter(values, dtype=own, device=device, pause=pause)
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from msgspec.structs import replace
 
 from paceline.engine.protocol import AdapterClient, EngineClient, Sink, Tokenizer
-from paceline.engine.supervision.supervised import KnownAdapter, added
+from paceline.engine.supervision.supervised import KnownAdapter, added, for_the_next
 from paceline.engine.types import (
     AdapterStatus,
     EngineFaults,
@@ -54,7 +54,7 @@ class LoadableClient:
         engine.on_timeline = self._note_timeline
         engine.on_dead = self._note_end
         if isinstance(engine, AdapterClient):
-            for key, known in self._adapters.items():
+            for key, known in for_the_next(self._adapters, {}).items():
                 engine.register_adapter(key, known.path, known.digest, pinned=known.pinned)
         self._note_stats(engine.stats)
 
@@ -64,6 +64,8 @@ class LoadableClient:
         if engine is None:
             return
         self._lost = _sum(self._lost, engine.faults)
+        if isinstance(engine, AdapterClient):
+            self._adapters = for_the_next(self._adapters, engine.adapters)
         engine.on_stats = engine.on_timeline = engine.on_dead = None
         await engine.close()
         self._before = self._stats

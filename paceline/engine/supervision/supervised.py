@@ -17,6 +17,7 @@ from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.quarantine import Place, Suspect
 from paceline.engine.types import (
     AdapterStats,
+    AdapterStatus,
     BlockStats,
     ChoiceDelta,
     EngineFaults,
@@ -36,6 +37,7 @@ __all__ = [
     "aborted_output",
     "added",
     "fail_wait",
+    "for_the_next",
 ]
 
 
@@ -122,6 +124,19 @@ class KnownAdapter(NamedTuple):
     # empty: it was not loaded yet
     digest: str
     pinned: bool = False
+
+
+def for_the_next(
+    adapters: Mapping[str, KnownAdapter], news: Mapping[str, AdapterStatus]
+) -> dict[str, KnownAdapter]:
+    """Return adapters as the next engine is told of them: with the digests that ``news`` of the one
+    before tell, and first those that it loads whatever requests name."""
+    told = {
+        key: known if (now := news.get(key)) is None or known.digest
+        else known._replace(digest=now.digest)
+        for key, known in adapters.items()
+    }  # fmt: skip
+    return dict(sorted(told.items(), key=lambda each: not each[1].pinned))
 
 
 # the fields of SchedulerStats that add up; the others are present values

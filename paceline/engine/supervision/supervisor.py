@@ -43,6 +43,7 @@ from paceline.engine.supervision.supervised import (
     aborted_output,
     added,
     fail_wait,
+    for_the_next,
 )
 from paceline.engine.types import (
     AdapterStatus,
@@ -243,10 +244,9 @@ class SupervisedEngineClient:
             self._register(self._engine.client, lambda other: other == path)
 
     def _register(self, client: ProcessEngineClient, wanted: Callable[[str], bool]) -> None:
-        """Tell an engine of the adapters whose paths are wanted, first of those that it loads
-        whatever requests name."""
-        adapters = sorted(self._adapters.items(), key=lambda each: not each[1].pinned)
-        for key, (path, digest, pinned) in adapters:
+        """Tell an engine of the adapters whose paths are wanted."""
+        self._adapters = for_the_next(self._adapters, self._latest.adapters)
+        for key, (path, digest, pinned) in self._adapters.items():
             if wanted(path):
                 client.register_adapter(key, path, digest, pinned=pinned)
 
@@ -396,11 +396,12 @@ class SupervisedEngineClient:
 
     def _adopt(self, client: ProcessEngineClient) -> None:
         engine = self._engine = Engine(client)
-        self._latest = client
         client.on_stats = self._note_stats
         client.on_timeline = self._note_timeline
         client.on_dead = lambda error: self._engine_gone(engine, str(error))
+        # it takes news of the engine before
         self._register(client, lambda path: path not in self._deadly)
+        self._latest = client
         self._note_stats(client.stats)
         self._wake()
         self._quarantine.open()

@@ -50,8 +50,8 @@ class AdapterNames:
     ) -> None:
         self._client, self._config, self._taken = client, config, taken
         self._by_name = by_name
-        # loads under way by name, with their path: two of one name and path are one load
-        self._loading: dict[str, tuple[Path, asyncio.Task[NamedAdapter]]] = {}
+        # loads under way by name, with their path and whether they pin: two that agree are one load
+        self._loading: dict[str, tuple[tuple[Path, bool], asyncio.Task[NamedAdapter]]] = {}
         self._num_loads = 0
 
     @property
@@ -69,12 +69,18 @@ class AdapterNames:
         return self._client.adapters.get(self._by_name[name].key)
 
     async def load_given(self) -> None:
-        """Load the adapters that the server was started with. Raises as ``load`` does."""
-        for given in self._config.modules:
-            path = Path(given.path)
-            self._check_name(given.name)
-            # where on this machine it lies is of no use to callers
-            await self._load(given.name, path, path.name, pinned=given.pinned)
+        """Load the adapters that the server was started with, or none. Raises as ``load`` does."""
+        try:
+            for given in self._config.modules:
+                path = Path(given.path)
+                self._check_name(given.name)
+                # where on this machine it lies is of no use to callers
+                await self._load(given.name, path, path.name, pinned=given.pinned)
+        except BaseException:
+            # who tries again begins with the same keys
+            for name in tuple(self._by_name):
+                self.unload(name)
+            raise
 
     async def load(
         self, name: str, path: str, *, in_place: bool = False, pinned: bool = False
@@ -89,11 +95,12 @@ class AdapterNames:
         """
         self._check_name(name)
         found = await asyncio.to_thread(self._inside, path)
-        while (under_way := self._loading.get(name)) is not None and under_way[0] != found:
+        wanted = found, pinned
+        while (under_way := self._loading.get(name)) is not None and under_way[0] != wanted:
             if not in_place:
                 raise InvalidRequestError(
-                    f"The adapter {show(name)} is being loaded from another path; "
-                    "load_inplace=true replaces it",
+                    f"The adapter {show(name)} is being loaded from another path, or pinned or "
+                    "not; load_inplace=true replaces it",
                     "lora_name",
                 )
             await asyncio.wait((under_way[1],))
@@ -168,7 +175,7 @@ class AdapterNames:
         """Load ``path`` under ``name``, once for all who ask meanwhile."""
         if name not in self._loading:
             task = asyncio.create_task(self._load_once(name, path, shown, pinned))
-            self._loading[name] = path, task
+            self._loading[name] = (path, pinned), task
             task.add_done_callback(lambda _: self._loading.pop(name, None))
         return await asyncio.shield(self._loading[name][1])
 

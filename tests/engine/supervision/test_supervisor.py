@@ -407,6 +407,29 @@ async def test_pinned_adapters_are_loaded_by_the_next_engine_first(
         assert found == {"a": "registered", "b": "resident", "c": "resident"}
 
 
+async def test_the_next_engine_is_told_the_contents_that_one_learned_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, str]] = []
+    register = ProcessEngineClient.register_adapter
+
+    def note(self: ProcessEngineClient, key: str, path: str, digest: str = "", **more: Any) -> None:
+        told.append((key, digest))
+        register(self, key, path, digest, **more)
+
+    monkeypatch.setattr(ProcessEngineClient, "register_adapter", note)
+    async with supervised() as client:
+        # as a model that was not in memory then
+        client.register_adapter("a", "/a")
+        stream, _ = await first(client, make("r", max_tokens=600, adapter="a"))
+        digest = client.adapters["a"].digest
+        os.kill(client.pid, signal.SIGKILL)
+        async for _ in stream:
+            pass
+        assert digest
+        assert told == [("a", ""), ("a", digest)]
+
+
 async def test_an_adapter_whose_load_ends_the_engine_twice_is_not_loaded_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -88,6 +88,21 @@ async def test_pins_reach_the_engine(tmp_path: Path) -> None:
     assert client.pinned == ["x#0", "z#2"]
 
 
+async def test_a_pin_that_meets_a_load_without_is_not_answered_as_pinned(tmp_path: Path) -> None:
+    client = Client()
+    names = make_names(tmp_path, client)
+    client.may_load.clear()
+    first = asyncio.create_task(names.load("x", "one"))
+    while not client.paths:
+        await asyncio.sleep(0.001)
+    with pytest.raises(InvalidRequestError, match="or pinned or not"):
+        await names.load("x", "one", pinned=True)
+    second = asyncio.create_task(names.load("x", "one", in_place=True, pinned=True))
+    client.may_load.set()
+    await asyncio.gather(first, second)
+    assert client.pinned == [names.by_name["x"].key] == list(client.adapters)
+
+
 async def test_a_name_that_is_loaded_again_stays_applied(tmp_path: Path) -> None:
     names = make_names(tmp_path, Client())
     await names.load("x", "one")
