@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 __all__ = ["CONFIDENCE", "Token", "confidence_of"]
 
@@ -39,48 +38,55 @@ def confidence_of(tokens: Sequence[Token], first: int) -> list[float]:
     A margin is the difference between the two likeliest tokens; entropy is in nats, where all
     tokens that are not among ``top`` count as one.
     """
-    if not tokens:
+    count = len(tokens)
+    if not count:
         return [0.0] * len(CONFIDENCE)
-    rows = _numbers_of(tokens)
-    beginning = _run(rows[:, :first])
-    whole = beginning if len(tokens) <= first else _run(rows)
-    return [*beginning, *whole, math.log(len(tokens))]
+    logprobs = [token.logprob for token in tokens]
+    if min(logprobs) < -_WIDEST or max(logprobs) > 0.0:
+        logprobs = [min(max(each, -_WIDEST), 0.0) for each in logprobs]
+    margins, entropy = _spread_of([token.top for token in tokens])
+    beginning = _run(logprobs[:first], margins[:first], entropy)
+    whole = beginning if count <= first else _run(logprobs, margins, entropy)
+    return [*beginning, *whole, math.log(count)]
 
 
-def _numbers_of(tokens: Sequence[Token]) -> NDArray[np.float64]:
-    """Return the log-probabilities, margins and entropies of tokens, in three rows."""
-    given = [token.top for token in tokens]
-    widest, is_full = max(2, *map(len, given)), True
-    if min(map(len, given)) < widest:
+def _spread_of(tops: list[Sequence[float]]) -> tuple[list[float], Callable[[int], float]]:
+    """Return the margin at each place, and what returns the mean entropy of the first places."""
+    widest, is_full = max(2, *map(len, tops)), True
+    if min(map(len, tops)) < widest:
         # a place without a candidate has one of no probability
-        given = [[*top, *[-math.inf] * (widest - len(top))] for top in given]
+        tops = [[*top, *[-math.inf] * (widest - len(top))] for top in tops]
         is_full = False
-    tops = np.fromiter(chain.from_iterable(given), np.float64, widest * len(given))
-    tops = tops.reshape(-1, widest)
-    tops.sort(axis=1)
-    told = np.maximum(tops, -_WIDEST)
-    shares = np.exp(tops)
+    ranked = np.fromiter(chain.from_iterable(tops), np.float64, widest * len(tops))
+    ranked = ranked.reshape(-1, widest)
+    ranked.sort(axis=1)
+    told = np.maximum(ranked, -_WIDEST)
+    shares = np.exp(ranked)
     rest = 1.0 - np.add.reduce(shares, axis=1)
     rest[rest < 1e-9] = 1.0
-    rows = np.empty((3, len(tokens)))
-    rows[0] = [token.logprob for token in tokens]
-    np.minimum(np.maximum(rows[0], -_WIDEST), 0.0, out=rows[0])
-    np.subtract(told[:, -1], told[:, -2], out=rows[1])
+    margins = told[:, -1] - told[:, -2]
     if not is_full:
-        rows[1, tops[:, -2] == -math.inf] = _WIDEST
-        rest[tops[:, -1] == -math.inf] = 1.0
-    np.subtract(-np.add.reduce(shares * told, axis=1), rest * np.log(rest), out=rows[2])
-    return rows
+        margins[ranked[:, -2] == -math.inf] = _WIDEST
+        rest[ranked[:, -1] == -math.inf] = 1.0
+    logs = np.log(rest)
+
+    def entropy(count: int) -> float:
+        known = np.vdot(shares[:count], told[:count])
+        return -float(known + np.vdot(rest[:count], logs[:count])) / count
+
+    return margins.tolist(), entropy
 
 
-def _run(rows: NDArray[np.float64]) -> list[float]:
+def _run(
+    logprobs: list[float], margins: list[float], entropy: Callable[[int], float]
+) -> list[float]:
     """Return the parts of a run that ``_OF_RUN`` names."""
-    means = (np.add.reduce(rows, axis=1) / rows.shape[1]).tolist()
     found: list[float] = []
-    for values, mean in zip(rows[:2].tolist(), means, strict=False):
-        values.sort()
-        found += [values[0], _quantile(values, 0.1), _quantile(values, 0.25), mean]
-    return [*found, means[2]]
+    for values in (logprobs, margins):
+        ranked = sorted(values)
+        mean = math.fsum(values) / len(values)
+        found += [ranked[0], _quantile(ranked, 0.1), _quantile(ranked, 0.25), mean]
+    return [*found, entropy(len(logprobs))]
 
 
 def _quantile(ranked: Sequence[float], share: float) -> float:

@@ -69,6 +69,8 @@ class Forest(msgspec.Struct, frozen=True):
     roots: NDArray[np.intp]
     nodes: NDArray[Any]
     steps: Sequence[_Step]
+    # numbers of the trees, which are the nodes of the first step
+    trees: NDArray[np.intp]
     # good samples of each node behind the last step
     share: NDArray[np.float32]
 
@@ -84,14 +86,17 @@ class Forest(msgspec.Struct, frozen=True):
             at, after = np.unique(np.stack(heap[len(heap) // 2 :], axis=1), return_inverse=True)
             value, threshold = nodes["value"][asked].astype(np.intp), nodes["threshold"][asked]
             steps.append(_Step(value, threshold, after.reshape(-1, 1 << _LEVELS)))
-        return cls(linear, roots, nodes, steps, nodes["share"][at])
+        return cls(linear, roots, nodes, steps, np.arange(len(roots)), nodes["share"][at])
 
     def score(self, features: Features) -> float:
         """Return the score, 0 to 1."""
-        values, at = _values(self.linear, features), np.arange(len(self.roots))
+        values, at = _values(self.linear, features), self.trees
+        value, threshold = self.steps[0].value, self.steps[0].threshold
         # ``take`` needs half the time of an index
         for step in self.steps:
-            goes_right = values.take(step.value.take(at, axis=0)) > step.threshold.take(at, axis=0)
+            if at is not self.trees:
+                value, threshold = step.value.take(at, axis=0), step.threshold.take(at, axis=0)
+            goes_right = values.take(value) > threshold
             at = step.after[at, _WAYS.take(np.packbits(goes_right))]
         return float(np.add.reduce(self.share.take(at)) / np.float32(len(at)))
 

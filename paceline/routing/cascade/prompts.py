@@ -61,7 +61,7 @@ def ngrams_of(text: str) -> NDArray[np.float32]:
         return np.zeros(NUM_BUCKETS, np.float32)
     signs = _SIGNS.take(hashes >> _SIGN)
     counts = np.bincount((hashes >> _BUCKET) & _BUCKETS, signs, NUM_BUCKETS)
-    norm = math.sqrt(float(counts @ counts)) or 1.0
+    norm = math.sqrt(float(counts.dot(counts))) or 1.0
     return (counts / norm).astype(np.float32)
 
 
@@ -94,7 +94,7 @@ def form_of(text: str, *, turns: int, tools: int, wants_json: bool) -> list[floa
         # deleting them all is quicker than to count each
         *((len(data) - len(data.translate(None, each))) / length for each in _CLASSES),
         float(min(3, shown.count("?"))),
-        float(any(part in shown for part in _CODE)),
+        float(any(map(shown.__contains__, _CODE))),
         float("json" in shown or "JSON" in shown),
         math.log1p(turns),
         math.log1p(tools),
