@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -46,7 +46,7 @@ _DRAWS: Final = 1000
 # gateway and in mode ``prefix``, and of the tokens that are held
 _Turns = list[tuple[float, float, float, float]]
 # as a gateway asks for them
-_WITH_LOGPROBS: Final = {"logprobs": True, "top_logprobs": 5}
+_WITH_LOGPROBS: Final[Mapping[str, Any]] = {"logprobs": True, "top_logprobs": 5}
 _MAX_TOKENS: Final = 32
 _CONFIG: Final = """
 spend_storage = ""
