@@ -27,6 +27,7 @@ let lastEpoch = -1;
 let lastStep = -1;
 let lostAt = 0;
 
+/** @type {ConstructorParameters<typeof Model>[0]} */
 const hooks = {
   planned: (step) => {
     // after a break some are told again
