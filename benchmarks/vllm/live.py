@@ -293,7 +293,7 @@ def figures(
 
 @dataclass
 class _Pool:
-    """What one contender answered at one load, in all turns."""
+    """Answers of one contender at one load, in all turns."""
 
     requests: list[_Request] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)

@@ -160,7 +160,8 @@ def _adapter_store(
 ) -> AdapterStore | None:
     """Return what holds the engine's adapters; None without ``--enable-lora``. Raises ConfigError
     for a backend that has none."""
-    from paceline.engine.adapters.store import AdapterBackend, AdapterLimits, AdapterStore
+    from paceline.engine.adapters.interface import AdapterBackend, AdapterLimits
+    from paceline.engine.adapters.store import AdapterStore
 
     if not settings.enable_lora:
         return None

@@ -16,10 +16,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
-
-import msgspec
 
 from paceline.client.answer import Answer, usage_of
 from paceline.client.chunks import ChunkError, Reported, read_event
@@ -32,6 +29,7 @@ from paceline.client.errors import (
 )
 from paceline.client.events import Event, FellBack, Restarted, Resumed, Retrying, Started
 from paceline.client.policy import Policy, RetryBudget, Target
+from paceline.client.refusals import message_of, retry_after
 from paceline.client.steps import (
     Action,
     Broken,
@@ -50,37 +48,7 @@ from paceline.client.steps import (
 from paceline.statuses import retry_of
 from paceline.wire.sse import SseEvents
 
-__all__ = ["Machine", "message_of", "retry_after"]
-
-
-def retry_after(head: Head) -> float | None:
-    """Return the seconds that the server asks to wait; None if it gives none that can be read."""
-    text = head.headers.get("retry-after-ms", "")
-    try:
-        seconds = float(text) / 1000 if text else float(head.headers.get("retry-after", ""))
-    except ValueError:
-        try:
-            then = parsedate_to_datetime(head.headers.get("retry-after", "")).timestamp()
-        except (ValueError, TypeError, OverflowError):
-            return None
-        try:
-            # compare with the server's own clock, if it sends it
-            sent = parsedate_to_datetime(head.headers.get("date", "")).timestamp()
-        except (ValueError, TypeError, OverflowError):
-            sent = head.wall
-        seconds = then - sent
-    return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
-def message_of(body: str) -> str:
-    """Return the message of an error, or else all of it."""
-    try:
-        error = msgspec.json.decode(body)["error"]
-        words = error["message"] if isinstance(error, dict) else error
-    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
-        words = None
-    return (words if isinstance(words, str) and words else body)[:2000]
-
+__all__ = ["Machine"]
 
 _MAX_ERROR_BYTES: Final = 64 * 1024
 # seconds for the rest of a refusal
@@ -406,7 +374,7 @@ class Machine:
             self._until = now + self._policy.gap_timeout
 
     def _prove(self, chunk: dict[str, Any], now: float) -> bool:
-        """Whether the chunk may be used: the server continued after the seam, or sent nothing yet.
+        """Return whether the chunk may be used: the server went on after the seam, or sent nothing.
 
         A server that does not know ``resume_output_ids`` begins again, and its text would come
         twice. One that knows it counts the tokens before the seam too, and has the same prompt.

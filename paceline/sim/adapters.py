@@ -22,7 +22,8 @@ from typing import Any
 
 from paceline.core.outputs import ScheduledRow
 from paceline.core.request import AdapterUse
-from paceline.engine.adapters.store import AdapterLimits, AdapterStore, OpenedAdapter
+from paceline.engine.adapters.interface import AdapterLimits, OpenedAdapter
+from paceline.engine.adapters.store import AdapterStore
 from paceline.errors import ConfigError
 
 __all__ = ["AdapterSettings", "SimulatedAdapters"]

@@ -8,139 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import random
 import re
 import shutil
-import signal
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.numpy import load_file, save_file
 
 from paceline.backends.native import unavailable_reason
 from paceline.checkpoints.open import open_checkpoint
 from paceline.cli import wiring
-from paceline.cli.flags.settings import ENGINE_PROCESS, EngineSettings
-from paceline.cli.wiring import build_core
 from paceline.core.memory import kv_cache
 from paceline.core.memory.kv_cache import root_hash
 from paceline.engine.fanout import request_of
-from paceline.engine.local import LocalEngineClient
-from paceline.engine.models.client import LoadableClient, Start
-from paceline.engine.models.front import FrontClient
-from paceline.engine.models.ledger import Account
-from paceline.engine.models.model import ModelSpec
-from paceline.engine.models.pool import ModelPool
-from paceline.engine.models.states import ModelStates
-from paceline.engine.process.client import ProcessEngineClient
-from paceline.engine.protocol import EngineClient, Tokenizer
-from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
-from paceline.engine.types import AdapterStatus, GenerationRequest
-from paceline.errors import ConfigError, EngineLostError, InvalidRequestError
-from paceline.server.app import SeveralModels, create_app, service_of
-from paceline.server.generation.adapters import AdapterNames
-from paceline.server.settings.config import AdapterConfig, AdapterModule, ServerConfig
-from tests.backends.torch.models import save_model
+from paceline.engine.types import GenerationRequest
+from paceline.errors import ConfigError
+from paceline.server.settings.config import AdapterConfig
 from tests.checkpoints.adapters import (
-    Pairs,
     random_pairs,
     tensors_of,
-    write_gguf_adapter,
     write_peft,
 )
-from tests.server.helpers import connect
+from tests.contract.adapters import NAMES, NGRAM, PROMPT, make_client, say, serving
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason())),
 ]
-VOCAB = ByteTokenizer().vocab_size
-NAMES = ("a", "b", "c")
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
-PROMPT = "a prompt of several whole blocks, the same for every model and every adapter"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model at ``base``, adapters a, b and c at ``adapters/NAME``, each merged at ``NAME``."""
-    folder = tmp_path_factory.mktemp("adapters")
-    save_model(folder / "base", "llama", vocab_size=VOCAB, tie_word_embeddings=True)
-    config = open_checkpoint(folder / "base").config
-    weights = load_file(folder / "base/model.safetensors")
-    for seed, name in enumerate(NAMES):
-        pairs: Pairs = random_pairs(config, rank=4, seed=seed)
-        write_peft(folder / "adapters" / name, pairs, lora_alpha=2)
-        merged = dict(weights)
-        for (layer, module), (a, b) in pairs.items():
-            weight = f"model.layers.{layer}.{module}.weight"
-            merged[weight] = weights[weight] + 0.5 * (b @ a)
-        shutil.copytree(folder / "base", folder / name)
-        save_file(merged, folder / name / "model.safetensors", {"format": "pt"})
-    write_gguf_adapter(folder / "adapters/c.gguf", config, pairs, alpha=2)
-    return folder
-
-
-def make_client(folder: Path, model: str, **settings: Any) -> LocalEngineClient:
-    values: dict[str, Any] = {
-        "model_name": "base", "model_path": str(folder / model), "compute": "native",
-        "dtype": "float32", "kv_dtype": "float32", "num_blocks": 200, "threads": 1,
-        "speculative_config": None, "enable_lora": model == "base", "lora_bytes": 64 << 20,
-    }  # fmt: skip
-    core, info = build_core(EngineSettings.of(**(values | settings)))
-    return LocalEngineClient(core, info, ByteTokenizer())
-
-
-@asynccontextmanager
-async def serving(
-    folder: Path, model: str = "base", config: AdapterConfig | None = None, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, LocalEngineClient, FastAPI]]:
-    client = make_client(folder, model, **settings)
-    try:
-        config = config or AdapterConfig(
-            modules=tuple(AdapterModule(n, str(folder / "adapters" / n)) for n in NAMES),
-            allow_runtime=True, roots=(folder / "adapters",),
-        )  # fmt: skip
-        app = create_app(client, ServerConfig(adapters=config))
-        if (names := service_of(app).adapters) is not None:
-            await names.load_given()
-        async with connect(app) as http:
-            yield http, client, app
-    finally:
-        await client.close()
-
-
-async def say(http: httpx.AsyncClient, model: str, prompt: str = PROMPT, **more: Any) -> list[int]:
-    """Greedy ids of one model."""
-    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0,
-            "return_token_ids": True, "ignore_eos": True}  # fmt: skip
-    answer = (await http.post("/v1/completions", json=body | more)).json()
-    assert answer.get("model") == model, answer
-    ids: list[int] = answer["choices"][0]["token_ids"]
-    return ids
-
-
-@pytest.fixture(scope="module")
-def exact(folder: Path) -> Iterator[dict[str, list[int]]]:
-    """Ids of the base and of each merged model, served alone."""
-
-    async def ids(model: str) -> list[int]:
-        async with serving(folder, model) as (http, _, _):
-            return await say(http, "base")
-
-    found = {name: asyncio.run(ids(name)) for name in ("base", *NAMES)}
-    assert len({tuple(each) for each in found.values()}) == 4
-    yield found
 
 
 @pytest.mark.parametrize("compute", ["native", "torch"])
@@ -416,25 +314,6 @@ async def test_bad_loads_say_what_is_wrong(folder: Path, tmp_path: Path) -> None
         assert got.status_code == 403
 
 
-async def test_a_load_whose_engine_ends_meanwhile_is_answered_503(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = AdapterConfig(allow_runtime=True, roots=(folder / "adapters",))
-    load = {"lora_name": "x", "lora_path": "a"}
-    async with serving(folder, config=config) as (http, client, _):
-
-        async def lost(key: str, path: str, *, pinned: bool) -> AdapterStatus:
-            raise EngineLostError("the engine process ended", 1.0)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(client, "load_adapter", lost)
-            got = await http.post("/v1/load_lora_adapter", json=load)
-        assert got.status_code == 503, got.text
-        assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]] == ["base"]
-        # the name is free again
-        assert (await http.post("/v1/load_lora_adapter", json=load)).status_code == 200
-
-
 async def test_a_prefix_that_is_found_by_name_would_be_noticed(
     folder: Path, exact: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,192 +322,6 @@ async def test_a_prefix_that_is_found_by_name_would_be_noticed(
     async with serving(folder) as (http, _, _):
         assert await say(http, "base") == exact["base"]
         assert await say(http, "a") != exact["a"]
-
-
-async def test_prompts_kept_on_disk_are_found_by_the_same_contents_alone(
-    folder: Path, exact: dict[str, list[int]], tmp_path: Path
-) -> None:
-    """Engines one after the other, the second under other names, with the same folder of blocks."""
-    kept = {"kv_store": str(tmp_path / "kv"), "kv_store_bytes": 64 << 20}
-    async with serving(folder, **kept) as (http, _, _):
-        assert await say(http, "base") == exact["base"]
-        assert await say(http, "a") == exact["a"]
-    modules = [("x", "a"), ("a", "b")]
-    config = AdapterConfig(
-        modules=tuple(AdapterModule(n, str(folder / "adapters" / path)) for n, path in modules)
-    )
-    for name, wanted, found in (("a", "b", 0), ("x", "a", 64), ("base", "base", 64)):
-        async with serving(folder, config=config, **kept) as (http, _, _):
-            assert await say(http, name) == exact[wanted]
-            text = (await http.get("/metrics")).text
-            hits = re.findall(r'kv_fetch_tokens_total{[^}]*result="hit"[^}]*} (\S+)', text)
-            assert sum(map(float, hits)) == found, name
-
-
-async def test_adapters_of_one_of_several_models_come_back_with_it(
-    folder: Path, exact: dict[str, list[int]], tmp_path: Path
-) -> None:
-    """Room for one model; what is cached for an adapter is on disk after a swap."""
-    given = {"base": ("a", "b"), "other": ()}
-
-    def start(name: str) -> Start:
-        async def started(_: Tokenizer | None) -> EngineClient:
-            kept = {"kv_store": str(tmp_path / name), "kv_store_bytes": 64 << 20}
-            path = "base" if name == "base" else "c"
-            return make_client(folder, path, model_name=name, **kept)
-
-        return started
-
-    def config_of(name: str) -> ServerConfig:
-        modules = tuple(AdapterModule(n, str(folder / "adapters" / n)) for n in given[name])
-        adapters = AdapterConfig(modules=modules)
-        return ServerConfig(served_model_names=(name,), adapters=adapters)
-
-    specs = [ModelSpec(name=name, account=Account(weights=10)) for name in given]
-    pool = ModelPool(ModelStates(specs, 15), {name: start(name) for name in given})
-    await pool.load("base")
-    several = SeveralModels(
-        pool=pool, configs={name: partial(config_of, name) for name in given}, first="base",
-        adapters={"a": "base", "b": "base"},
-    )  # fmt: skip
-    app = create_app(FrontClient(pool, "base"), config_of("base"), models=several)
-    wanted = exact | {"other": exact["c"]}
-    async with connect(app) as http:
-        cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}
-        assert list(cards) == ["base", "other", "a", "b"]
-        assert cards["a"]["parent"] == "base"
-        for number, name in enumerate(["a", "other", "b", "a", "other", "base", "a"]):
-            assert await say(http, name) == wanted[name], number
-        text = (await http.get("/metrics")).text
-        loads = re.findall(r'model_loads_total{outcome="ready"} (\S+)', text)
-        assert loads == ["5.0"]
-        found = re.findall(
-            r'kv_fetch_tokens_total{[^}]*model_name="base"[^}]*hit[^}]*} (\S+)', text
-        )
-        # a's prompt after each swap; b's and the model's were new then
-        assert sum(map(float, found)) == 64 * 2, text
-        await say(http, "other")
-        (card,) = (c for c in (await http.get("/v1/models")).json()["data"] if c["id"] == "a")
-        assert (card["parent"], card["status"]) == ("base", "registered")
-        scales = (await http.get("/lora-adapters", params={"model": "base"})).json()
-        assert [Path(each["path"]).name for each in scales] == ["a", "b"]
-    await pool.close()
-
-
-async def test_one_adapter_that_fails_leaves_the_others_to_the_next_try(
-    folder: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(folder / "adapters/b", tmp_path / "b")
-    away = (tmp_path / "b").rename(tmp_path / "away")
-    paths = {"a": folder / "adapters/a", "b": tmp_path / "b"}
-    config = AdapterConfig(modules=tuple(AdapterModule(n, str(p)) for n, p in paths.items()))
-    client = LoadableClient(make_client(folder, "base"))
-    try:
-        for _ in range(2):
-            with pytest.raises(InvalidRequestError, match="b"):
-                await AdapterNames(client, config, (), {}).load_given()
-        away.rename(tmp_path / "b")
-        await AdapterNames(client, config, (), {}).load_given()
-        assert {key: each.status for key, each in client.adapters.items()} == {
-            "a#0": "resident", "b#1": "resident",
-        }  # fmt: skip
-    finally:
-        await client.close()
-
-
-async def test_files_changed_since_a_load_are_refused_after_a_swap(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Also those of an adapter that was registered while its model was not in memory."""
-    for name in "ab":
-        shutil.copytree(folder / "adapters/a", tmp_path / name)
-    client = LoadableClient(make_client(folder, "base"))
-
-    async def settled(engine: LocalEngineClient) -> AdapterStatus:
-        client.adopt(engine)
-        # messages reach the loop of who loads
-        await engine.load_adapter("c", str(folder / "adapters/c"))
-        while client.adapters["b"].status not in ("resident", "failed"):
-            await asyncio.sleep(0.01)
-        return client.adapters["b"]
-
-    try:
-        await client.unload()
-        await client.load_adapter("a", str(tmp_path / "a"))
-        await client.load_adapter("b", str(tmp_path / "b"), pinned=True)
-        assert (await settled(make_client(folder, "base"))).status == "resident"
-        await client.unload()
-        shutil.rmtree(tmp_path / "b")
-        shutil.copytree(folder / "adapters/b", tmp_path / "b")
-        found = await settled(make_client(folder, "base"))
-        assert found.status == "failed"
-        assert "has changed since" in found.error
-        # without waiting for a request, and before those without a pin
-        assert next(iter(client.adapters)) == "b"
-    finally:
-        await client.close()
-
-
-@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.thorough)])
-async def test_callers_come_and_go_over_few_places_and_none_hangs(
-    folder: Path, exact: dict[str, list[int]], tmp_path: Path, seconds: float
-) -> None:
-    """Adapters are loaded, changed and unloaded meanwhile; whoever stays gets the right answer."""
-    for name in ("a", "b"):
-        shutil.copytree(folder / "adapters" / name, tmp_path / name)
-    draw = random.Random(3)
-    config = AdapterConfig(
-        modules=tuple(AdapterModule(n, str(folder / "adapters" / n)) for n in NAMES),
-        allow_runtime=True, roots=(tmp_path,),
-    )  # fmt: skip
-    async with serving(folder, config=config, max_cpu_loras=2) as (http, client, _):
-        ends, answered = time.monotonic() + seconds, 0
-
-        async def call() -> None:
-            nonlocal answered
-            while time.monotonic() < ends:
-                name = draw.choice(["base", *NAMES, "x"])
-                body = {"model": name, "prompt": PROMPT, "max_tokens": draw.randrange(1, 13),
-                        "temperature": 0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
-                # some leave early
-                limit = draw.choice([0.01, 30, 30, 30])
-                try:
-                    async with asyncio.timeout(limit):
-                        got = await http.post("/v1/completions", json=body)
-                except TimeoutError:
-                    assert limit < 1, f"a request for {name} hangs"
-                    continue
-                if name == "x" and got.status_code in (400, 404):
-                    # it was unloaded
-                    continue
-                assert got.status_code == 200, got.text
-                ids = got.json()["choices"][0]["token_ids"]
-                wanted = [exact[each] for each in (("a", "b") if name == "x" else (name,))]
-                assert ids in [each[: len(ids)] for each in wanted], name
-                answered += 1
-
-        async def change() -> None:
-            while time.monotonic() < ends:
-                load = {"lora_name": "x", "lora_path": draw.choice("ab"), "load_inplace": True}
-                got = await http.post("/v1/load_lora_adapter", json=load)
-                # 507: both places are in use
-                assert got.status_code in (200, 507), got.text
-                await asyncio.sleep(0.02)
-                if draw.random() < 0.3:
-                    await http.post("/v1/unload_lora_adapter", json={"lora_name": "x"})
-
-        await asyncio.gather(change(), *(call() for _ in range(6)))
-        assert answered > 10 * seconds
-        adapters = client._core.adapters
-        assert adapters is not None
-        for _ in range(1000):
-            if not adapters.has_leases:
-                break
-            await asyncio.sleep(0.01)
-        assert not adapters.has_leases
-        adapters.books.check_integrity()
-        # one after the other they are as they were together
-        assert [await say(http, n) for n in exact] == list(exact.values())
 
 
 async def test_unknown_names_are_looked_for_in_one_folder(
@@ -703,55 +396,6 @@ async def test_llama_servers_list_chooses_adapters_by_place(
                 got = await http.post(path, json=body)
                 assert got.status_code == 400, path
                 assert said in got.text
-
-
-@pytest.mark.slow
-async def test_a_lost_engine_is_followed_by_one_with_the_same_adapters(
-    folder: Path, exact: dict[str, list[int]]
-) -> None:
-    settings = EngineSettings.of(
-        model_name="base", model_path=str(folder / "base"), compute="native", dtype="float32",
-        kv_dtype="float32", num_blocks=200, threads=1, speculative_config=None, enable_lora=True,
-        lora_bytes=64 << 20,
-    )  # fmt: skip
-
-    async def start(_: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
-        return await ProcessEngineClient.start(ENGINE_PROCESS, settings.to_json(), ByteTokenizer)
-
-    client = await SupervisedEngineClient.start(start)
-    try:
-        config = AdapterConfig(roots=(folder / "adapters",), allow_runtime=True)
-        app = create_app(client, ServerConfig(adapters=config))
-        names = service_of(app).adapters
-        assert names is not None
-        for name in NAMES:
-            await names.load(name, name)
-        names.unload("c")
-        await names.load("idle", "c")
-        await names.load("kept", "c.gguf", pinned=True)
-        async with connect(app) as http:
-            running = [
-                asyncio.create_task(say(http, n, max_tokens=150)) for n in ("a", "b", "base")
-            ]
-            while client.stats.num_steps < 10:
-                await asyncio.sleep(0.001)
-            os.kill(client.pid, signal.SIGKILL)
-            found = await asyncio.gather(*running)
-            assert [ids[:12] for ids in found] == [exact["a"], exact["b"], exact["base"]]
-            assert [len(ids) for ids in found] == [150] * 3
-            assert client.faults.num_resent == 3
-            again = await asyncio.gather(
-                *(say(http, n, max_tokens=150) for n in ("a", "b", "base"))
-            )
-            assert again == found
-            # the second engine has loaded what requests named, and knows the others
-            status = {key.partition("#")[0]: each.status for key, each in client.adapters.items()}
-            assert status == {
-                "a": "resident", "b": "resident", "idle": "registered", "kept": "resident",
-            }  # fmt: skip
-            assert await say(http, "idle") == exact["c"]
-    finally:
-        await client.close()
 
 
 @pytest.mark.parametrize(

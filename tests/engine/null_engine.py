@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from paceline.backends.reference.null import NullBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
-from paceline.engine.adapters.store import AdapterLimits, AdapterStore, OpenedAdapter
+from paceline.engine.adapters.interface import AdapterLimits, OpenedAdapter
+from paceline.engine.adapters.store import AdapterStore
 from paceline.engine.core import EngineCore
 from paceline.engine.process.loop import engine_info
 from paceline.engine.process.process import engine_main

@@ -57,12 +57,12 @@ _SWAPPED_BYTES: Final = 2 << 20
 
 
 def has_torch() -> bool:
-    """Whether PyTorch is installed, found out without loading it."""
+    """Return whether PyTorch is installed, found out without loading it."""
     return find_spec("torch") is not None
 
 
 def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -> bool:
-    """Whether it is worth asking PyTorch for CUDA devices, which takes a second and 200 MB to load.
+    """Return whether PyTorch may find CUDA devices; to ask it takes a second and 200 MB to load.
 
     Looks for traces of the driver: native, under Windows (``dxg``) or on Jetson (``nvhost-gpu``,
     ``nvmap``); CUDA_VISIBLE_DEVICES may hide all devices. AMD's devices (``kfd``) are CUDA devices
@@ -76,8 +76,8 @@ def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -
 
 
 def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether PyTorch chooses bfloat16 on this processor (``torch.machine``), found without loading
-    it: AVX-512's products of bfloat16, or AMX's where the system permits their use."""
+    """Return whether PyTorch chooses bfloat16 on this processor (``torch.machine``), found without
+    loading it: AVX-512's products of bfloat16, or AMX's where the system permits their use."""
     try:
         text = cpuinfo.read_text()
     except OSError:

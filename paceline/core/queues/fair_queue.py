@@ -230,7 +230,7 @@ class FairQueue:
 
     @property
     def is_divided(self) -> bool:
-        """Whether tenants have asked for adapters: then ``charge_adapters`` is due too."""
+        """Return whether tenants have asked for adapters: then ``charge_adapters`` is due too."""
         return bool(self._divided)
 
     def charge_adapters(self, tokens: Mapping[tuple[str, str], float]) -> None:

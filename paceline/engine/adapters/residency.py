@@ -145,7 +145,7 @@ class Residency:
         return going
 
     def has_room(self, key: str) -> bool:
-        """Whether ``admit`` would find room for a known adapter."""
+        """Return whether ``admit`` would find room for a known adapter."""
         return self._making_room(key, self._idle()) is not None
 
     def drain_for(self, key: str) -> list[str]:

@@ -26,9 +26,10 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple
 
 from paceline.core.request import AdapterUse
+from paceline.engine.adapters.interface import AdapterBackend, AdapterLimits, OpenedAdapter
 from paceline.engine.adapters.loading import LoadingThread, Slices, yield_to_steps
 from paceline.engine.adapters.residency import Residency, State
 from paceline.engine.types import AdapterStats, AdapterStatus
@@ -40,7 +41,7 @@ from paceline.errors import (
     UnknownModelError,
 )
 
-__all__ = ["AdapterBackend", "AdapterLimits", "AdapterStore", "OpenedAdapter"]
+__all__ = ["AdapterStore"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,60 +54,6 @@ _SECONDS_PER_BYTE: Final = 8e-9
 _FOLLOW: Final = 0.3
 # adapters that metrics name
 _MOST_NAMES: Final = 50
-
-
-class OpenedAdapter(Protocol):
-    """An adapter's checked header."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Most bytes that it takes once it is loaded."""
-
-    @property
-    def num_products(self) -> int:
-        """Products for each token."""
-
-    @property
-    def max_rank(self) -> int: ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks for users."""
-
-
-@runtime_checkable
-class AdapterBackend(Protocol):
-    """A ModelBackend that computes with adapters. Loading is called from any thread."""
-
-    def open_adapter(
-        self, path: str, max_rank: int | None, dtype: str, pause: Callable[[], None]
-    ) -> OpenedAdapter:
-        """Check a file's header. Calls ``pause`` after each small part of the work. Raises
-        CheckpointError."""
-
-    def load_adapter(
-        self, slot: int, opened: OpenedAdapter, pause: Callable[[], None]
-    ) -> tuple[str, int]:
-        """Read an adapter; plans handed over from now on may name it by ``slot``. Returns the
-        digest of its contents and its bytes. Calls ``pause`` after each small part of the work.
-        Raises CheckpointError."""
-
-    def drop_adapter(self, slot: int) -> None:
-        """Free an adapter once the plans handed over so far have run."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLimits:
-    """Limits of one engine's adapters."""
-
-    # bytes of those in memory
-    max_bytes: int
-    # their number; None: any
-    max_count: int | None = None
-    # ranks of a module; None: any
-    max_rank: int | None = None
-    # how values are kept: "auto", "bfloat16" or "float32"
-    dtype: str = "auto"
 
 
 class _Loaded(NamedTuple):
@@ -190,7 +137,7 @@ class AdapterStore:
 
     @property
     def is_busy(self) -> bool:
-        """Whether ``poll`` is needed soon: something is being loaded, or wanted."""
+        """Return whether ``poll`` is needed soon: something is being loaded, or wanted."""
         return bool(self._wanted or self._under_way)
 
     @property

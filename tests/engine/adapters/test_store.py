@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from paceline.engine.adapters.interface import AdapterLimits
 from paceline.engine.adapters.loading import Slices
-from paceline.engine.adapters.store import AdapterLimits, AdapterStore
+from paceline.engine.adapters.store import AdapterStore
 from paceline.errors import CheckpointError, InvalidRequestError, UnknownModelError
 
 

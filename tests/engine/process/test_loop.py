@@ -9,7 +9,8 @@ import pytest
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo
-from paceline.engine.adapters.store import AdapterLimits, AdapterStore
+from paceline.engine.adapters.interface import AdapterLimits
+from paceline.engine.adapters.store import AdapterStore
 from paceline.engine.blocks.store import MemoryStore
 from paceline.engine.process.loop import EngineLoop, take_census
 from paceline.engine.process.messages import (
