@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.gateway.cascade.gate import PrefixGate
 from paceline.routing.engine_load import Pressure
 from tests.gateway.cascade.helpers import calibration, cascade, said, told
 from tests.gateway.cascade.test_cascade import SURE, UNSURE, asked, by, metric
@@ -57,6 +58,30 @@ async def test_what_is_not_wanted_is_cut(tmp_path: Path) -> None:
         await until(lambda: two.hung_up == 1 and is_clean(gateway))
         text = (await http.get("/metrics")).text
         assert metric(text, NAME, model="chat", result="wasted") == 1
+
+
+async def test_what_is_not_wanted_is_cut_before_the_caller_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, let_through = asyncio.Event(), PrefixGate.open
+
+    async def to_a_slow_reader(gate: PrefixGate, *told: Any) -> None:
+        await reads.wait()
+        await let_through(gate, *told)
+
+    monkeypatch.setattr(PrefixGate, "open", to_a_slow_reader)
+    small = told(["a", "b", "c"], *SURE, -0.1, gap=0.2)
+    large = Step(parts=told(["lar", "ge"]).parts[:1], then="stall")
+    async with cascade(small, large, calibration=calibration(tmp_path), **MANY) as (
+        _, two, gateway, http,
+    ):  # fmt: skip
+        gateway.hedges._saved = 1.0
+        request = asyncio.ensure_future(http.post(CHAT, json=asked(stream=True)))
+        await until(lambda: two.hung_up == 1)
+        assert not request.done()
+        reads.set()
+        assert text_of(streamed(await request)) == "abc"
+        await until(lambda: is_clean(gateway))
 
 
 @pytest.mark.parametrize("early", [True, False])
