@@ -1,4 +1,4 @@
-"""What an engine's adapters need of the backend that computes with them, and their limits."""
+"""Protocols of a backend that computes with adapters, and the limits of one engine's adapters."""
 
 from __future__ import annotations
 
