@@ -188,7 +188,7 @@ async def test_files_changed_since_a_load_are_refused_after_a_swap(
 async def test_callers_come_and_go_over_few_places_and_none_hangs(
     folder: Path, exact: dict[str, list[int]], tmp_path: Path, seconds: float
 ) -> None:
-    """Adapters are loaded, changed and unloaded meanwhile; requests that stay are answered right."""
+    """Adapters are loaded, changed and unloaded meanwhile; requests that stay get right answers."""
     for name in ("a", "b"):
         shutil.copytree(folder / "adapters" / name, tmp_path / name)
     draw = random.Random(3)
